@@ -1,0 +1,368 @@
+"""Which pieces of which buffers a worker copies where, and how it is done.
+
+A round of registered buffers copies the same bytes between the same places as the one before, so
+what was worked out for it is kept: addresses of runs, cut into shares for the threads. It counts
+for as long as every mapping and every tensor lies where it lay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from msgspec import Struct
+from torch.autograd.graph import increment_version
+
+from ..protocol.dtypes import ITEM_SIZES
+from ..protocol.handles import Handle
+from ..protocol.regions import Region, single_run
+from ..protocol.tables import TensorEntry
+from .casting import convert, parts_of
+from .copying import Run, Runs
+from .errors import AttachError, CoverageError, MappingError, VerifyError
+from .memory import MappedMemory
+from .overlaps import span_of
+from .placement import Placed
+
+MAX_KEPT: Final = 16
+"""Sets of buffers for which the work is kept."""
+
+
+class Copied(NamedTuple):
+    """What one call copied."""
+
+    nbytes: int
+    copies: int
+
+
+class Want(Struct, eq=False):
+    """A box of a worker's tensor, by the names in the channel that it takes."""
+
+    names: list[str]
+    """More than one for tied tensors, which are written once."""
+    placed: Placed
+    view_at: int | None = None
+    """Where it lay when it was attached, if it was a view of a tensor: for as long as it lies there,
+    it must share memory with that."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether it belongs to another tensor, which may go to other memory without it."""
+        return self.view_at is not None or self.placed.distributed is not None
+
+    @property
+    def region(self) -> Region:
+        """The box of the global shape that is wanted."""
+        return self.placed.region
+
+
+class Step(Struct):
+    """One box to copy out of a buffer."""
+
+    want: Want
+    entry: TensorEntry
+    region: Region
+    """In global coordinates."""
+    run: tuple[int, int, int] | None
+    """(offset in the buffer, offset in the wanted box, length), in bytes, where both sides are one
+    run of neighbouring bytes of one dtype on the CPU; else torch copies the box, axis by axis."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return self.region.count * ITEM_SIZES[self.entry.dtype]
+
+
+def step_of(want: Want, entry: TensorEntry, region: Region) -> Step:
+    """Returns how to copy `region`, which both the entry and the wanted box hold."""
+    item = ITEM_SIZES[entry.dtype]
+    placed = want.placed
+    run = None
+    if placed.device.type == "cpu" and placed.contiguous and placed.dtype == entry.dtype:
+        begin = single_run(region.within(entry.box), entry.local_shape)
+        into = single_run(region.within(want.region), want.region.length)
+        if begin is not None and into is not None:
+            run = (entry.offset + begin[0] * item, into[0] * item, begin[1] * item)
+    return Step(want, entry, region, run)
+
+
+class _Ready(Struct):
+    """What a set of buffers needs copied, by addresses."""
+
+    addresses: list[int]
+    """Where each buffer is mapped."""
+    wants: list[Want]
+    """One for each tensor that is written."""
+    states: list[object]
+    """How each of those tensors lay in memory."""
+    runs: Runs
+    boxes: list[tuple[Step, int]]
+    """Boxes that torch copies, and the place of their buffer among `addresses`."""
+    copied: Copied
+
+
+class CopyPlan:
+    """Which pieces of which buffers go where. Holds no view of any trainer's memory."""
+
+    def __init__(
+        self,
+        steps: dict[tuple[str, int], list[Step]],
+        handles: dict[tuple[str, int], Handle | None],
+        missing: tuple[str, ...],
+        unwanted: tuple[str, ...],
+    ) -> None:
+        self._steps = {key: _merge_order(parts) for key, parts in steps.items()}
+        self._ends = {
+            key: max(step.entry.offset + step.entry.nbytes for step in parts)
+            for key, parts in steps.items()
+        }
+        self._handles = handles
+        self._kept: dict[tuple[str, tuple[int, ...]], _Ready] = {}
+        self.missing: Final = missing
+        """A text for each wanted tensor that is not offered in full; it begins with its name."""
+        self.unwanted: Final = unwanted
+        """Offered names of which nothing is wanted here."""
+        self.takes: Final[dict[str, list[int]]] = {}
+        """The numbers of the buffers that are copied from, by source."""
+        for source, number in self._steps:
+            self.takes.setdefault(source, []).append(number)
+        self.nbytes: Final = sum(step.nbytes for parts in self._steps.values() for step in parts)
+        """Bytes that one round of all buffers reads."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything wanted is offered in full."""
+        return not self.missing
+
+    def require_complete(self) -> None:
+        """Raises `CoverageError` with what is missing, if anything is."""
+        if self.missing:
+            raise CoverageError(self.missing)
+
+    def handles(self, source: str) -> dict[int, Handle]:
+        """Returns the handles of the buffers taken from `source`: what is to be mapped."""
+        found = ((number, self._handles[source, number]) for number in self.takes.get(source, ()))
+        return {number: handle for number, handle in found if handle is not None}
+
+    def copy(
+        self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]
+    ) -> Copied:
+        """Copies all that is taken from these buffers; no view of them is left afterwards.
+
+        Args:
+            source: Whose buffers they are.
+            numbers: Which of them; those that are not taken are ignored.
+            mapped: Their mappings, of at least the ones that are taken.
+
+        Raises:
+            MappingError: A buffer that is taken is not among `mapped`, or is too small.
+            AttachError: A tensor was replaced by another of other shape or layout; not one byte
+                of these buffers was written.
+        """
+        taken = tuple(number for number in numbers if (source, number) in self._steps)
+        memories = [self._memory(source, number, mapped) for number in taken]
+        addresses = [memory.address for memory in memories]
+        ready = self._kept.get((source, taken))
+        if (
+            ready is None
+            or ready.addresses != addresses
+            or ready.states != [_state(want) for want in ready.wants]
+        ):
+            ready = self._prepare(source, taken, addresses)
+            if len(self._kept) >= MAX_KEPT:
+                self._kept.clear()
+            self._kept[source, taken] = ready
+        for step, place in ready.boxes:
+            _copy_box(step, memories[place])
+        ready.runs.copy()
+        for want in ready.wants:
+            tensor = want.placed.tensor
+            if not tensor.is_inference():  # such a tensor counts no versions
+                increment_version(tensor)  # autograd shall know that values changed
+        return ready.copied
+
+    def compare(
+        self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]
+    ) -> None:
+        """Raises `VerifyError`, naming the tensor, unless `copy` has written what is there now.
+
+        See `copy` for the arguments. Reads all bytes of both sides.
+        """
+        for number in numbers:
+            for step in self._steps.get((source, number), ()):
+                if step.region.count and not _is_equal(step, self._memory(source, number, mapped)):
+                    raise VerifyError(
+                        step.entry.name,
+                        f"was copied from buffer {number}, and is not what lies there: something"
+                        " else writes to it here, or in the trainer",
+                    )
+
+    def _prepare(self, source: str, taken: Sequence[int], addresses: list[int]) -> _Ready:
+        """Works out what is to be copied, with the tensors where they are now."""
+        chosen = [
+            (step, place)
+            for place, number in enumerate(taken)
+            for step in self._steps[source, number]
+        ]
+        for want in {id(step.want): step.want for step, _ in chosen}.values():
+            _check_unchanged(want)
+        wants = list({id(step.want.placed.tensor): step.want for step, _ in chosen}.values())
+        states = [_state(want) for want in wants]
+        runs: list[Run] = []
+        boxes: list[tuple[Step, int]] = []
+        for step, place in chosen:
+            if step.run is None:
+                boxes.append((step, place))
+                continue
+            begin, into, nbytes = step.run
+            source_at = addresses[place] + begin
+            target_at = step.want.placed.address + into
+            last = runs[-1] if runs else Run(0, 0, 0)
+            if last.source + last.nbytes == source_at and last.target + last.nbytes == target_at:
+                runs[-1] = Run(last.target, last.source, last.nbytes + nbytes)
+            else:
+                runs.append(Run(target_at, source_at, nbytes))
+        copied = Copied(sum(step.nbytes for step, _ in chosen), len(boxes) + len(runs))
+        return _Ready(addresses, wants, states, Runs(runs), boxes, copied)
+
+    def _memory(self, source: str, number: int, mapped: Mapping[int, MappedMemory]) -> MappedMemory:
+        memory = mapped.get(number)
+        if memory is None:
+            raise MappingError(f"buffer {number} of {source} is to be copied but not mapped")
+        # The table was checked against the size that it states; this is what was mapped.
+        if memory.nbytes < self._ends[source, number]:
+            raise MappingError(
+                f"buffer {number} of {source} has {memory.nbytes} bytes, its table"
+                f" {self._ends[source, number]}"
+            )
+        return memory
+
+    def regions(self, source: str, numbers: Iterable[int]) -> Iterable[tuple[Want, Region]]:
+        """Yields what the pieces of these buffers fill."""
+        for number in numbers:
+            for step in self._steps.get((source, number), ()):
+                yield step.want, step.region
+
+
+def want_of(placed: Placed) -> Want:
+    """Returns a wanted box that has no name yet."""
+    tensor = placed.tensor
+    return Want([], placed, tensor.data_ptr() if _shares_with_base(tensor) else None)
+
+
+def _shares_with_base(tensor: torch.Tensor) -> bool:
+    """Whether it lies in the memory of the tensor that autograd knows it as a view of."""
+    base = tensor._base
+    return base is not None and bool(
+        tensor.untyped_storage()._cdata == base.untyped_storage()._cdata
+    )
+
+
+def _lost_its_base(want: Want) -> bool:
+    """Whether the tensor that it is a view of went to other memory, and it did not."""
+    tensor = want.placed.tensor
+    return (
+        want.view_at is not None
+        and want.view_at == tensor.data_ptr()
+        and not _shares_with_base(tensor)
+    )
+
+
+def _state(want: Want) -> object:
+    """Returns all that says where and how a tensor lies; equal for as long as it stays there."""
+    tensor = want.placed.tensor
+    return (
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.untyped_storage().nbytes(),
+        want.is_watched and (want.placed.left_behind, _lost_its_base(want)),
+    )
+
+
+def _check_unchanged(want: Want) -> None:
+    """Raises `AttachError` if writing by the plan would miss the tensor, or hit something else."""
+    placed = want.placed
+    tensor = placed.tensor
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if (
+        tuple(tensor.shape) != placed.local_shape
+        or dtype != placed.dtype
+        or tensor.device != placed.device
+        or placed.contiguous != placed.box().is_contiguous()
+        or placed.left_behind
+    ):
+        raise AttachError(
+            placed.name,
+            f"was replaced since it was attached (now {dtype} of shape {tuple(tensor.shape)} on"
+            f" {tensor.device}, then {placed.dtype} of {placed.local_shape} on {placed.device}):"
+            " attach the tensors that the engine uses now",
+        )
+    if _lost_its_base(want):
+        raise AttachError(
+            placed.name,
+            "was attached as a view of a tensor that has been given other memory since, so that it"
+            " would be written where nobody looks: attach views of the tensors that the engine"
+            " uses now",
+        )
+    if not placed.nbytes:
+        return
+    storage = tensor.untyped_storage()
+    if span_of(placed).end > storage.data_ptr() + storage.nbytes():
+        raise AttachError(
+            placed.name,
+            f"has lost its memory since it was attached ({storage.nbytes()} bytes are left of its"
+            " storage): give it back before versions arrive, in on_prepare say",
+        )
+
+
+def _copy_box(step: Step, memory: MappedMemory) -> None:
+    """Copies a box that is not one run of one dtype on both sides, by torch."""
+    # In inference mode, since a tensor made in it may be written to nowhere else.
+    with torch.inference_mode():
+        convert(*_sides(step, memory))
+
+
+def _is_equal(step: Step, memory: MappedMemory) -> bool:
+    """Whether a box has the bytes that a copy of it has."""
+    with torch.inference_mode():
+        for target, source in parts_of(*_sides(step, memory)):
+            wanted = torch.empty_like(target, memory_format=torch.contiguous_format)
+            convert(wanted, source)
+            have = target.contiguous()
+            equal = torch.equal(have.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
+            if not equal and (source.dtype == target.dtype or not _is_same(have, wanted)):
+                return False
+    return True
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether converted tensors are equal; what is no number may have other bits each time."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    return torch.allclose(one.double(), other.double(), rtol=0, atol=0, equal_nan=True)
+
+
+def _sides(step: Step, memory: MappedMemory) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the box in the tensor and in the buffer; to be dropped before the mapping."""
+    entry, placed = step.entry, step.want.placed
+    flat = memory.flat()[entry.offset : entry.offset + entry.nbytes]
+    held = flat.view(getattr(torch, entry.dtype)).view(entry.local_shape)
+    return (
+        _part(placed.box(), step.region.within(step.want.region)),
+        _part(held, step.region.within(entry.box)),
+    )
+
+
+def _part(tensor: torch.Tensor, box: Region) -> torch.Tensor:
+    for axis, (start, length) in enumerate(zip(box.start, box.length, strict=True)):
+        tensor = tensor.narrow(axis, start, length)
+    return tensor
+
+
+def _merge_order(steps: list[Step]) -> list[Step]:
+    """Sorts steps by their place in the buffer, so that neighbours can be copied as one."""
+    return sorted(steps, key=lambda step: step.entry.offset if step.run is None else step.run[0])

@@ -1,0 +1,498 @@
+"""How a worker takes in what trainers offer and send: it plans, maps, copies, unmaps.
+
+Runs in the application's thread, one thing at a time. Planning happens when the offers change;
+a round of registered buffers only copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from heapq import nsmallest
+from typing import Final, NamedTuple
+
+from msgspec import Struct
+
+from ..protocol import messages as m
+from ..protocol.errors import TensorleaseError
+from ..protocol.handles import Handle
+from ..protocol.records import OfferRef, Taken, TakeNote, Tally
+from ..protocol.tables import Buffer, TensorEntry, decode_batch, decode_offer
+from .callback_sink import CallbackSink, GivePlan, Handover, Staged
+from .copy_plan import CopyPlan
+from .errors import MappingError
+from .hooks import bounded
+from .mappings import process_mappings
+from .memory import MappedMemory
+from .sink import AttachedTensors, Coverage
+from .together import Together, incomplete
+from .verifying import Part, Reading, tags_of
+from .work import CopyWork
+
+log = logging.getLogger("tensorlease.agents")
+
+MAX_MISSING = 20
+"""Texts that a worker sends of what it lacks."""
+MAX_UNWANTED = 64
+"""Names that it sends of what it does not want: so many, or none."""
+
+MAX_NAMED: Final = 3
+"""Names that are sent and not wanted, beside those that are lacking."""
+
+
+class Offer(Struct):
+    """An offer as it came."""
+
+    trainer: str
+    number: int
+    rank: int
+    device: str
+    numbers: list[int]
+    body: bytes
+    # Decoded when it is planned first.
+    buffers: list[Buffer] | None = None
+
+
+class Copied(NamedTuple):
+    """What became of one batch."""
+
+    nbytes: int
+    """Bytes written to what is attached."""
+    handover: Handover | None = None
+    """What a callback is to get of it, if there is one."""
+    reading: Reading | None = None
+    """In a verified round: what shows, once all of it was taken in, that it was."""
+
+    @property
+    def to_give(self) -> bool:
+        """Whether a callback is to be called."""
+        return self.handover is not None and bool(self.handover.names)
+
+
+class Staging(Struct):
+    """What of a round has been copied so far."""
+
+    # Registered buffers of the plan that are still to come: (trainer, number).
+    awaited: set[tuple[str, int]]
+    # The round carries only some tensors: each that it has begun to fill must be filled.
+    subset: bool = False
+    # Nothing of them may be wanted here: others of the replica want them.
+    shared: bool = False
+    # The account by regions, kept once a ring batch has come.
+    coverage: Coverage | None = None
+    # What was copied before that: (plan, trainer, numbers).
+    copied: list[tuple[CopyPlan, str, list[int]]] = []
+    # What must come together, and has not yet.
+    together: Together | None = None
+    # What was given to a callback.
+    given: Staged | None = None
+    # Names of ring batches that nothing here wants.
+    unwanted: set[str] = set()
+    # Digests are compared with those of what was published.
+    verify: bool = False
+    # Names that its ring batches have brought.
+    sent: set[str] = set()
+    # Bytes that were copied into what is attached.
+    nbytes: int = 0
+
+    def missing(self) -> str:
+        """Names what is not staged yet; empty when all that is wanted is."""
+        untouched = self.coverage is None or self.coverage.untouched
+        untouched = untouched and (self.together is None or not self.together.missing())
+        if self.subset and untouched and (self.given is None or self.given.untouched):
+            return "" if self.shared else "nothing of this subset is wanted here"
+        texts: list[str] = [] if self.together is None else self.together.missing()
+        if self.coverage is not None:
+            texts += self.coverage.missing(MAX_MISSING)
+        elif self.awaited:
+            shown = ", ".join(f"buffer {number} of {trainer}" for trainer, number in self.awaited)
+            texts.append(f"not sent in this round: {shown}")
+        if self.given is not None:
+            texts += self.given.missing()
+            if not (texts or self.given.count or self.nbytes):
+                texts.append("no tensor that this worker wants was sent in this round")
+        texts = texts[:MAX_MISSING]
+        if texts and self.unwanted and not self.shared:
+            # One of them may be meant by the name that is lacking.
+            names = ", ".join(nsmallest(MAX_NAMED, self.unwanted))
+            more = ", ..." if len(self.unwanted) > MAX_NAMED else ""
+            texts.append(f"sent and not wanted: {names}{more}")
+        return "; ".join(texts)
+
+
+class Intake:
+    """One worker's tensors, and how they are filled.
+
+    Args:
+        device: Label of the worker's device: sources with the same are preferred.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._attached: AttachedTensors | None = None
+        self._groups: dict[str, frozenset[str]] = {}
+        self._sink: CallbackSink | None = None
+        self._plan: CopyPlan | None = None
+        self._gives: GivePlan | None = None
+        # (trainer, buffer) that one round of registered buffers copies from into what is attached.
+        self._taken: frozenset[tuple[str, int]] = frozenset()
+        self._mapped: dict[str, dict[int, MappedMemory]] = {}
+        self._staging = Staging(set())
+        # Given back while something still looked into them: tried again.
+        self._lingering: set[tuple[str, int]] = set()
+        # Names of registered tensors that nothing here wants.
+        self._unwanted: frozenset[str] = frozenset()
+        # The tables of what is offered, by trainer and buffer.
+        self._tables: dict[tuple[str, int], Buffer] = {}
+        # The names in them.
+        self._offered: frozenset[str] = frozenset()
+        self._touched = False
+        # (trainer, number) of the offer; filled by the poll thread under the connection's lock.
+        self._offers: dict[tuple[str, int], Offer] = {}
+
+    def attach(
+        self, tensors: AttachedTensors | None, groups: Mapping[str, frozenset[str]] | None = None
+    ) -> None:
+        """Sets what is to be filled; `groups`: what of it must come together, by each name."""
+        self._attached = tensors
+        self._groups = dict(groups or {})
+
+    @property
+    def attached(self) -> AttachedTensors | None:
+        """What is filled."""
+        return self._attached
+
+    def give_to(self, sink: CallbackSink | None) -> None:
+        """Sets what gets the tensors that are not attached."""
+        self._sink = sink
+
+    @property
+    def sink(self) -> CallbackSink | None:
+        """What gets the tensors that are not attached."""
+        return self._sink
+
+    def tally(self) -> Tally:
+        """Returns what the round has brought so far, and what of it is wanted here."""
+        staging = self._staging
+        applied = 0 if staging.given is None else staging.given.count
+        carried = staging.sent if staging.subset else staging.sent | self._offered
+        if staging.coverage is not None:
+            applied += len(staging.coverage.applied & carried)
+        elif self._attached is not None and not (staging.subset or staging.awaited):
+            applied += len(carried.intersection(self._attached.names))
+        if staging.subset or not self._unwanted:
+            skipped: AbstractSet[str] = staging.unwanted
+        else:
+            skipped = self._unwanted | staging.unwanted if staging.unwanted else self._unwanted
+        names = sorted(skipped) if len(skipped) <= MAX_UNWANTED else []
+        return Tally(applied, len(skipped), names)
+
+    @property
+    def unwanted(self) -> tuple[str, ...]:
+        """Names that trainers offer, or sent in this round, of which nothing is wanted here."""
+        return tuple(sorted(self._unwanted | self._staging.unwanted))
+
+    def _attached_names(self) -> frozenset[str]:
+        return frozenset() if self._attached is None else frozenset(self._attached.names)
+
+    def offered(self, message: m.Offered, body: bytes | None) -> None:
+        """Keeps an offer until it is planned; called under the connection's lock."""
+        self._offers[message.trainer, message.number] = Offer(
+            message.trainer,
+            message.number,
+            message.rank,
+            message.device,
+            list(message.buffers),
+            body or b"",
+        )
+
+    def select(self, wanted: Iterable[tuple[str, int]]) -> list[Offer]:
+        """Returns the offers by (trainer, number), forgets others; under the connection's lock."""
+        keys = set(wanted)
+        self._offers = {key: offer for key, offer in self._offers.items() if key in keys}
+        return list(self._offers.values())
+
+    # ------------------------------------------------------------ offers
+
+    def plan(self, offers: list[Offer]) -> tuple[TakeNote, dict[str, set[int]]]:
+        """Chooses sources and maps them; returns what is taken, and all that is mapped."""
+        self._plan, self._gives, self._taken = None, None, frozenset()
+        self._unwanted, self._tables = frozenset(), {}
+        missing: list[str] = []
+        buffers: dict[str, list[Buffer]] = {}
+        # Of a tensor that a trainer offers twice, the newer: the memory of the other was removed.
+        for offer in sorted(offers, key=lambda offer: -offer.number):
+            try:
+                if offer.buffers is None:
+                    offer.buffers, offer.body = _decoded(offer), b""
+                buffers.setdefault(offer.trainer, []).extend(offer.buffers)
+            except TensorleaseError as error:
+                missing.append(f"offer {offer.number} of rank {offer.rank}: {error}")
+        self._tables = {(by, buffer.number): buffer for by, of in buffers.items() for buffer in of}
+        self._offered = frozenset(e.name for b in self._tables.values() for e in b.entries)
+        nearest = sorted(offers, key=lambda offer: (offer.device != self._device, offer.rank))
+        preference = list(dict.fromkeys(offer.trainer for offer in nearest))
+        takes: dict[str, set[int]] = {}
+        plans: list[CopyPlan | GivePlan] = []
+        try:
+            called = {offer.trainer: f"rank {offer.rank}" for offer in offers}
+            copies = gives = None
+            if self._attached is not None:
+                copies = self._attached.plan(buffers, preference, called=called)
+                plans.append(copies)
+                names = {e.name for of in buffers.values() for b in of for e in b.entries}
+                for group in set(self._groups.values()):
+                    missing += incomplete(group, names, "not offered")
+            if self._sink is not None:
+                gives = self._sink.plan(buffers, self._attached_names(), preference, called)
+                plans.append(gives)
+            for plan in plans:
+                missing += plan.missing
+                for trainer in plan.takes:
+                    self._map(trainer, plan.handles(trainer))
+            for plan in plans:
+                for trainer, numbers in plan.takes.items():
+                    takes.setdefault(trainer, set()).update(numbers)
+            self._plan, self._gives = copies, gives
+            copied_from = {} if copies is None else copies.takes
+            self._taken = frozenset((t, number) for t, of in copied_from.items() for number in of)
+            self._unwanted = self._unwanted_of(copies, buffers.values())
+        except TensorleaseError as error:
+            missing.append(str(error))
+        if offers and not takes and not missing and not self.wants_nothing:
+            missing.append(self._nothing_wanted())
+        seen = [OfferRef(offer.trainer, offer.number) for offer in offers]
+        note = TakeNote(
+            seen,
+            [Taken(trainer, sorted(numbers)) for trainer, numbers in takes.items()],
+            bool(takes or (offers and self.wants_nothing)) and not missing,
+            [bounded(text) for text in missing[:MAX_MISSING]],
+        )
+        return note, {trainer: set(held) for trainer, held in self._mapped.items()}
+
+    def _nothing_wanted(self) -> str:
+        """Says that no name that is offered is wanted here, with some of both."""
+        wanted = ", ".join(sorted(self._attached_names())[:3]) or "what its callback names"
+        given = ", ".join(sorted(self._unwanted)[:3]) or "nothing"
+        return f"of what this worker wants ({wanted}) nothing is offered; offered are: {given}"
+
+    def _unwanted_of(
+        self, copies: CopyPlan | None, offered: Iterable[list[Buffer]]
+    ) -> frozenset[str]:
+        """Returns the names of which neither the tensors nor the callback want anything."""
+        if copies is not None:
+            names = set(copies.unwanted)
+        else:
+            names = {e.name for of in offered for buffer in of for e in buffer.entries}
+        if self._sink is not None:
+            attached = self._attached_names()
+            names = {name for name in names if not self._sink.wants(name, attached)}
+        return frozenset(names)
+
+    def give_up(self, offers: list[Offer], text: str) -> tuple[TakeNote, dict[str, set[int]]]:
+        """What `plan` returns when it was interrupted: nothing is taken, and why."""
+        self._plan, self._gives, self._taken = None, None, frozenset()
+        seen = [OfferRef(offer.trainer, offer.number) for offer in offers]
+        mapped = {trainer: set(held) for trainer, held in self._mapped.items()}
+        return TakeNote(seen, [], False, [bounded(text)]), mapped
+
+    def _map(self, trainer: str, handles: dict[int, Handle]) -> None:
+        held = self._mapped.setdefault(trainer, {})
+        try:
+            for number, handle in handles.items():
+                if number not in held:
+                    held[number] = process_mappings().map(trainer, number, handle)
+        finally:
+            if not held:
+                del self._mapped[trainer]
+
+    def unmap(self, trainer: str, numbers: Iterable[int]) -> None:
+        """Gives mappings back; those that there are not are no error."""
+        held = self._mapped.get(trainer, {})
+        for number in numbers:
+            if number in held:
+                try:
+                    process_mappings().unmap(trainer, number)
+                except MappingError as error:
+                    log.error("%s", error)  # What still looks into it keeps the memory alive.
+                    self._lingering.add((trainer, number))
+                del held[number]
+        if not held:
+            self._mapped.pop(trainer, None)
+
+    def unmap_lingering(self) -> None:
+        """Tries again to give back what could not be, as something looked into it."""
+        for trainer, number in list(self._lingering):
+            try:
+                process_mappings().unmap(trainer, number)
+                self._lingering.discard((trainer, number))
+            except MappingError:
+                continue  # Said before.
+
+    def unmap_all(self) -> None:
+        """Gives every mapping back; nothing can be copied any more."""
+        self._plan, self._gives, self._taken = None, None, frozenset()
+        for trainer, held in list(self._mapped.items()):
+            self.unmap(trainer, list(held))
+
+    # ------------------------------------------------------------ rounds
+
+    @property
+    def wants_nothing(self) -> bool:
+        """Whether no byte is wanted: a round is covered before anything of it came."""
+        wanted = self._sink is not None or self._attached is None or self._attached.nbytes > 0
+        return not wanted
+
+    def begin(self, *, subset: bool = False, shared: bool = False, verify: bool = False) -> None:
+        """A round begins: nothing of it is staged.
+
+        Args:
+            subset: It carries only some of the tensors.
+            shared: The replica has other members, which may be the ones that want them.
+            verify: Digests are compared.
+        """
+        awaited = set() if subset else set(self._taken)
+        self._staging = Staging(awaited, subset, shared, verify=verify)
+        if self._attached is not None and self._groups:
+            self._staging.together = Together(self._groups, self._attached)
+        if self._sink is not None:
+            planned = frozenset() if self._gives is None else self._gives.names
+            attached = self._attached_names()
+            self._staging.given = Staged(self._sink, attached, planned, subset=subset)
+
+    def missing(self) -> str:
+        """Names what the round lacks so far; empty: it is covered."""
+        return self._staging.missing()
+
+    @property
+    def touched(self) -> bool:
+        """Whether the batch at hand has begun to be written to what is attached."""
+        return self._touched
+
+    def copy(self, work: CopyWork) -> Copied:
+        """Copies what is attached of a batch; returns what a callback is to get of it.
+
+        Afterwards no view of the batch is left but those that are returned.
+
+        Raises:
+            TensorleaseError: It cannot be read, does not fit, or is not what was published.
+        """
+        batch = work.batch
+        self._touched = False
+        if batch.registered:
+            return self._copy_registered(batch.trainer, batch.buffers, work.body or b"")
+        return self._copy_ring(batch.trainer, batch.rank, work.body or b"")
+
+    def _copy_registered(self, trainer: str, numbers: list[int], body: bytes) -> Copied:
+        plans = [plan for plan in (self._plan, self._gives) if plan is not None]
+        if not plans:
+            raise MappingError(f"nothing is planned to be taken from trainer {trainer}")
+        staging, mapped = self._staging, self._mapped.get(trainer, {})
+        reading = None
+        if staging.verify:
+            taken = {number for plan in plans for number in plan.takes.get(trainer, ())}
+            tables = [self._tables[trainer, number] for number in numbers if number in taken]
+            reading = Reading(tables, tags_of(body), mapped)
+            reading.read()
+        nbytes = 0
+        if self._plan is not None:
+            if reading is not None:
+                reading.parts.append(Part(self._plan, trainer, numbers, mapped))
+            self._touched = True
+            nbytes = self._plan.copy(trainer, numbers, mapped).nbytes
+            staging.nbytes += nbytes
+            if staging.coverage is None:
+                staging.copied.append((self._plan, trainer, numbers))
+            else:
+                staging.coverage.staged(self._plan, trainer, numbers)
+        handover = None
+        if self._gives is not None and staging.given is not None:
+            handover = staging.given.take(self._gives.pieces(trainer, numbers), mapped)
+        staging.awaited.difference_update((trainer, number) for number in numbers)
+        return Copied(nbytes, handover, reading)
+
+    def _copy_ring(self, trainer: str, rank: int, body: bytes) -> Copied:
+        buffers = decode_batch(body).buffers
+        staging = self._staging
+        copies = reading = None
+        nbytes = 0
+        if staging.verify:
+            # All of it is read, wanted or not: the proof is that of the whole buffer.
+            self._map(trainer, {b.number: b.handle for b in buffers if b.handle})
+            tags = {buffer.number: buffer.tags or b"" for buffer in buffers}
+            reading = Reading(buffers, tags, self._mapped.get(trainer, {}))
+        if self._attached is not None:
+            # Whether it fits is seen before any of it is copied.
+            called = {trainer: f"rank {rank}"}
+            copies = self._attached.plan({trainer: buffers}, partial=True, called=called)
+            self._map(trainer, copies.handles(trainer))
+        if reading is not None:
+            reading.read()
+        if self._attached is not None and copies is not None:
+            parts = self._copy_into(self._attached, copies, trainer, buffers)
+            nbytes = sum(part.plan.nbytes for part in parts)
+            staging.nbytes += nbytes
+            if reading is not None:
+                reading.parts += parts
+        staging.sent.update(entry.name for buffer in buffers for entry in buffer.entries)
+        staging.unwanted |= self._unwanted_of(copies, [buffers])
+        if self._sink is None or staging.given is None:
+            return Copied(nbytes, reading=reading)
+        pieces = self._wanted_pieces(self._sink, buffers)
+        given_from = {number for number, entry in pieces if entry.nbytes}
+        handles = {b.number: b.handle for b in buffers if b.handle and b.number in given_from}
+        self._map(trainer, handles)
+        handover = staging.given.take(pieces, self._mapped.get(trainer, {}))
+        return Copied(nbytes, handover, reading)
+
+    def _copy_into(
+        self, attached: AttachedTensors, plan: CopyPlan, trainer: str, buffers: list[Buffer]
+    ) -> list[Part]:
+        """Copies a batch into what is attached; returns what was copied."""
+        staging, mapped = self._staging, self._mapped.get(trainer, {})
+        if staging.coverage is None:
+            # Who is not strict keeps of a ring's tensors what is not sent.
+            some = staging.subset or not attached.strict
+            staging.coverage = attached.coverage(subset=some)
+            for earlier in staging.copied:
+                staging.coverage.staged(*earlier)
+            staging.copied.clear()
+        parts: list[Part] = []
+        if staging.together is not None:
+            buffers = staging.together.keep_aside(trainer, buffers, mapped)
+            plan = attached.plan({trainer: buffers}, partial=True)
+            for kept in staging.together.complete():
+                whole = attached.plan(kept.buffers, partial=True)
+                parts += [
+                    Part(whole, by, _numbers(of), kept.memory[by])
+                    for by, of in kept.buffers.items()
+                ]
+        parts.append(Part(plan, trainer, _numbers(buffers), mapped))
+        self._touched = True
+        for part in parts:
+            part.plan.copy(part.source, part.numbers, part.mapped)
+            staging.coverage.staged(part.plan, part.source, part.numbers)
+        return parts
+
+    def _wanted_pieces(
+        self, sink: CallbackSink, buffers: list[Buffer]
+    ) -> list[tuple[int, TensorEntry]]:
+        attached = self._attached_names()
+        return [
+            (buffer.number, entry)
+            for buffer in buffers
+            for entry in buffer.entries
+            if sink.wants(entry.name, attached)
+        ]
+
+
+def _numbers(buffers: list[Buffer]) -> list[int]:
+    return [buffer.number for buffer in buffers]
+
+
+def _decoded(offer: Offer) -> list[Buffer]:
+    buffers = decode_offer(offer.body).buffers
+    if sorted(buffer.number for buffer in buffers) != sorted(offer.numbers):
+        raise MappingError("its table names other buffers than its envelope")
+    return buffers

@@ -1,0 +1,106 @@
+"""The mappings of a process: each trainer's buffer is mapped once, however many agents read it."""
+
+from __future__ import annotations
+
+import os
+from threading import Lock
+
+from msgspec import Struct
+
+from ..protocol.handles import Handle, ShmHandle
+from .errors import MappingError
+from .memory import MappedMemory
+
+
+class _Held(Struct):
+    handle: Handle
+    memory: MappedMemory
+    users: int
+
+
+class Mappings:
+    """Counted mappings, by (source, buffer number). Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._held: dict[tuple[str, int], _Held] = {}
+
+    def map(self, source: str, number: int, handle: Handle) -> MappedMemory:
+        """Returns buffer `number` of trainer instance `source`, mapped by the first who asks.
+
+        Every call is to be matched by one `unmap`.
+
+        Raises:
+            SegmentGoneError: The memory is no longer there.
+            MappingError: It cannot be mapped, or the same number came with another handle.
+        """
+        with self._lock:
+            held = self._held.get((source, number))
+            if held is None:
+                held = _Held(handle, open_handle(handle), 0)
+                self._held[source, number] = held
+            elif held.handle != handle:
+                raise MappingError(
+                    f"buffer {number} of {source} came again with another handle; a number is"
+                    " never used twice"
+                )
+            held.users += 1
+            return held.memory
+
+    def unmap(self, source: str, number: int) -> bool:
+        """Ends one use of a buffer; returns whether it was the last, so that it is unmapped now.
+
+        Raises:
+            MappingError: It is not mapped; or a tensor still looks into it, and it is kept: to be
+                called again once the tensor is dropped.
+        """
+        with self._lock:
+            held = self._held.get((source, number))
+            if held is None:
+                raise MappingError(f"buffer {number} of {source} is not mapped here")
+            if held.users > 1:
+                held.users -= 1
+                return False
+            held.memory.unmap()
+            del self._held[source, number]
+            return True
+
+    def held(self) -> list[tuple[str, int]]:
+        """Returns (source, number) of everything mapped."""
+        with self._lock:
+            return sorted(self._held)
+
+    def owner_of(self, address: int) -> tuple[str, int] | None:
+        """Returns whose buffer (source, number) the byte at `address` belongs to, None if nobody's."""
+        with self._lock:
+            for key, held in self._held.items():
+                if held.memory.address <= address < held.memory.address + held.memory.nbytes:
+                    return key
+        return None
+
+
+def open_handle(handle: Handle) -> MappedMemory:
+    """Maps a handle by its kind; raises `MappingError` for a kind that cannot be opened here."""
+    if isinstance(handle, ShmHandle):
+        from .shm import open_segment
+
+        return open_segment(handle)
+    raise MappingError(
+        f"{type(handle).__name__} cannot be opened by this agent: it has no memory kind for it"
+    )
+
+
+_process = Mappings()
+
+
+def process_mappings() -> Mappings:
+    """Returns the mappings of this process; a forked child starts with none."""
+    return _process
+
+
+def _start_anew() -> None:
+    global _process
+    _process = Mappings()  # what the parent has mapped is the parent's; its lock may be held
+
+
+os.register_at_fork(after_in_child=_start_anew)

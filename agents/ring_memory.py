@@ -1,0 +1,92 @@
+"""A trainer's ring: its slots' accounting, and the memory behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ..protocol.tables import BatchBody, Buffer, encode_body
+from .memory import ExportedMemory
+from .packing import Packing
+from .ring import RingOptions, Slots, SlotState
+
+Allocate = Callable[[int], tuple[int, ExportedMemory]]
+
+
+class RingMemory:
+    """Slots in memory that workers map. All but `make` is called under the connection's lock.
+
+    Args:
+        options: How large it is.
+        allocate: Gives memory of so many bytes, with the number of its buffer.
+    """
+
+    def __init__(self, options: RingOptions, allocate: Allocate) -> None:
+        self.slots = Slots(options)
+        self._allocate = allocate
+        self._memory: dict[int, ExportedMemory] = {}
+        self._views: dict[int, torch.Tensor] = {}
+
+    def make(self, count: int) -> list[tuple[int, ExportedMemory]]:
+        """Makes memory for new slots, to be given to `add`: all of it or none.
+
+        Raises:
+            SharedMemoryError: There is not enough room; nothing is left behind.
+        """
+        made: list[tuple[int, ExportedMemory]] = []
+        try:
+            while len(made) < count:
+                made.append(self._allocate(self.slots.options.slot_bytes))
+        except BaseException:
+            for _, memory in made:
+                memory.free()
+            raise
+        return made
+
+    def add(self, made: Iterable[tuple[int, ExportedMemory]]) -> None:
+        """The memory becomes free slots."""
+        for number, memory in made:
+            self._memory[number] = memory
+            storage = memory.storage(0, memory.nbytes)
+            self._views[number] = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.slots.add(number)
+
+    def view(self, number: int) -> torch.Tensor:
+        """Returns the slot's bytes, uint8 of shape (slot_bytes,)."""
+        return self._views[number]
+
+    def body(self, number: int, packing: Packing, tags: bytes | None) -> bytes:
+        """Returns the body of the batch that is in the slot; `tags`: of a verified round."""
+        memory = self._memory[number]
+        buffer = Buffer(number, memory.nbytes, memory.handle, packing.entries, tags)
+        return encode_body(BatchBody([buffer]))
+
+    def retire_missing(self) -> list[int]:
+        """Retires the free slots whose memory was removed by something else; returns them."""
+        free = self.slots.numbers(SlotState.FREE)
+        return self.retire(number for number in free if self._memory[number].missing())
+
+    def retire_free(self) -> list[int]:
+        """Retires all free slots; returns them."""
+        return self.retire(self.slots.numbers(SlotState.FREE))
+
+    def retire(self, numbers: Iterable[int]) -> list[int]:
+        """Retires these free slots; returns them."""
+        chosen = list(numbers)
+        for number in chosen:
+            self.slots.retire(number)
+        return chosen
+
+    def gone(self, numbers: Iterable[int]) -> None:
+        """Nobody has these mapped any more: the retired slots among them are freed."""
+        for number in self.slots.gone(numbers):
+            self._views.pop(number)
+            self._memory.pop(number).free()
+
+    def close(self) -> None:
+        """Frees everything. Idempotent."""
+        for memory in self._memory.values():
+            memory.free()
+        self._views.clear()
+        self._memory.clear()

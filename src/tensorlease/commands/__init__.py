@@ -1,0 +1,1 @@
+"""Commands that need broker and agents both, or neither."""

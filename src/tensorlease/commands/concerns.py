@@ -1,0 +1,87 @@
+"""What of a broker's status needs a look: pure, for `status --exit-code` and for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tensorlease.broker.queries import ChannelStatus, ReplicaStatus, RoundStatus, Status
+
+from .units import size
+
+CONDITIONS = (
+    "a lease is stuck, an agent is silent, a replica is torn, in doubt or not ready,"
+    " the last round of a channel did not commit everywhere, or the broker admits no round"
+    " (drained, ending, or waiting for agents of the former one)"
+)
+"""When something needs a look, in words."""
+
+
+def concerns(seen: Status) -> list[str]:
+    """A line for each thing that needs a look, the most pressing first; none: all is well."""
+    found = [line for channel in seen.channels for line in _stuck(channel)]
+    if seen.stopping:
+        found.append("the broker admits no round: it is drained, or about to end")
+    if seen.recovering_s:
+        found.append(
+            f"the broker was restarted and waits {seen.recovering_s:.1f} s more for"
+            f" {len(seen.expected)} agents of the former one; until then no round is admitted"
+        )
+    for channel in seen.channels:
+        found += _agents(channel)
+        found += _last_round(channel)
+    return found
+
+
+def stuck_leases(rnd: RoundStatus) -> Iterator[str]:
+    """A line for each stuck lease of a round: since when, what, and who holds it."""
+    for lease in rnd.leases:
+        if lease.state == "stuck":
+            yield (
+                f"stuck for {lease.age_s:.0f} s: batch {lease.rank}.{lease.seq} of version "
+                f"{rnd.version} ({size(lease.nbytes)}), held by {', '.join(lease.holders)}"
+            )
+
+
+def _stuck(channel: ChannelStatus) -> Iterator[str]:
+    for rnd in channel.rounds:
+        for line in stuck_leases(rnd):
+            yield f"channel {channel.name}: {line}"
+
+
+def _agents(channel: ChannelStatus) -> Iterator[str]:
+    group = channel.group
+    for rank in group.ranks if group is not None else ():
+        if rank.state == "silent":
+            yield (
+                f"channel {channel.name}: trainer rank {rank.place} (pid {rank.pid}) is silent"
+                f" for {rank.heard_s:.0f} s"
+            )
+    for replica in channel.replicas:
+        if words := weights(replica):
+            yield f"channel {channel.name}: replica {replica.replica} is {words}"
+        # A channel without a trainer is ready for nothing, and that is no fault of its replicas.
+        elif not replica.ready and group is not None:
+            yield f"channel {channel.name}: replica {replica.replica} is not ready: {replica.reason}"
+
+
+def _last_round(channel: ChannelStatus) -> Iterator[str]:
+    if channel.ended and channel.ended[0].outcome not in ("committed", "empty"):
+        last = channel.ended[0]
+        why = f": {last.reason}" if last.reason else ""
+        yield f"channel {channel.name}: the last round, of version {last.version}, {_ended(last.outcome)}{why}"
+
+
+def _ended(outcome: str) -> str:
+    return "failed" if outcome == "failed" else f"ended {outcome}"
+
+
+def weights(replica: ReplicaStatus) -> str:
+    """What is wrong with a replica's weights: torn, or in doubt and why; empty: nothing."""
+    doubts = [worker for worker in replica.members if worker.doubt]
+    if doubts:
+        worker = doubts[0]
+        return (
+            f"in doubt: worker {replica.replica}/{worker.place} (pid {worker.pid}) was put out of"
+            f" {worker.doubt} and has not said what it wrote"
+        )
+    return "torn: at no version until a later round commits" if replica.torn else ""

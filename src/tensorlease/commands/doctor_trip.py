@@ -1,0 +1,179 @@
+"""A real round trip: a trainer here, a worker in another process, and their bytes compared.
+
+As a program, `python -m tensorlease.commands.doctor_trip ENDPOINT CHANNEL`, it is the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tensorlease.agents.discovery import why_not
+from tensorlease.protocol.endpoint import parse_endpoint, socket_name
+from tensorlease.protocol.errors import DeadlineError, NoBrokerError, TensorleaseError
+
+from .private_broker import private_directory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tensorlease.agents import TrainerAgent
+
+LIMIT_S = 60.0
+"""Of each step."""
+LOOK_S = 1.0
+"""Between two looks whether the worker's process still runs."""
+STOP_S = 6.0
+ELEMENTS = 2**20
+
+
+class TripError(TensorleaseError):
+    """The round trip did not go as it should."""
+
+
+@contextlib.contextmanager
+def private_broker() -> Iterator[str]:
+    """A broker of its own, which ends with the block; gives its address.
+
+    Raises:
+        NoBrokerError: It ended before it listened; says why.
+        DeadlineError: It does not listen.
+    """
+    directory = private_directory(os.environ, os.geteuid())
+    endpoint = parse_endpoint(f"{directory}/{socket_name()}")
+    words = [str(os.getpid()), directory, "--endpoint", endpoint.url, "--log-level", "error"]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "tensorlease.private_broker", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while why_not(endpoint, os.geteuid()):
+            if process.poll() is not None:
+                raise NoBrokerError(f"a private broker ended: {_last_line(process)}")
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"a private broker does not listen after {LIMIT_S:g} s")
+            time.sleep(0.02)
+        yield endpoint.url
+    finally:
+        _end(process)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def round_trip(endpoint: str, channel: str) -> str:
+    """Publishes a version to a worker in another process; returns what was seen, in words.
+
+    Raises:
+        TensorleaseError: It did not go through, or other bytes arrived; says which.
+    """
+    began = time.monotonic()
+    worker = subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, endpoint, channel],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        import torch
+
+        import tensorlease as tl
+
+        tensors = {
+            "whole": torch.arange(ELEMENTS, dtype=torch.int32),
+            "half": torch.rand(ELEMENTS // 2).to(torch.bfloat16),
+            "scalar": torch.tensor(time.time_ns()),
+        }
+        with tl.TrainerAgent(channel, endpoint=endpoint) as trainer:
+            trainer.register(tensors)
+            _wait_ready(trainer, worker)
+            result = trainer.publish(1, timeout=LIMIT_S, verify=True)
+            result.raise_for_status()
+            theirs, errors = worker.communicate(timeout=LIMIT_S)
+            if worker.returncode:
+                last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+                raise TripError(f"the worker's process failed: {last}")
+            if theirs.strip() != digest(tensors):
+                raise TripError("other bytes arrived than were published")
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        whole_s = time.monotonic() - began
+        return (
+            f"{nbytes / 2**20:.1f} MiB, all bytes equal; {whole_s:.1f} s with both processes' start"
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineError(f"the worker's process does not end after {LIMIT_S:g} s") from error
+    finally:
+        _end(worker)
+
+
+def _wait_ready(trainer: TrainerAgent, worker: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            trainer.wait_ready(1, timeout=LOOK_S)
+        except DeadlineError as error:
+            if worker.poll() is not None:
+                raise TripError(f"the worker's process ended: {_last_line(worker)}") from error
+            if time.monotonic() > deadline:
+                raise
+        else:
+            return
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Of all bytes of the tensors."""
+    import torch
+
+    made = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        made.update(ctypes.string_at(flat.data_ptr(), flat.numel()))
+    return made.hexdigest()
+
+
+def serve(endpoint: str, channel: str) -> None:
+    """The worker: takes one version and prints the digest of what arrived."""
+    import torch
+
+    import tensorlease as tl
+
+    tensors = {
+        "whole": torch.zeros(ELEMENTS, dtype=torch.int32),
+        "half": torch.zeros(ELEMENTS // 2, dtype=torch.bfloat16),
+        "scalar": torch.tensor(0),
+    }
+    with tl.WorkerAgent(channel, endpoint=endpoint, replica="doctor") as worker:
+        worker.attach(tensors)
+        worker.wait_for(1, timeout=LIMIT_S)
+    print(digest(tensors))
+
+
+def _last_line(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    said = process.stderr.read().strip().splitlines()
+    return said[-1] if said else f"code {process.returncode}, without a word"
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.communicate()
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

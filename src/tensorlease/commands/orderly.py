@@ -1,0 +1,107 @@
+"""What commands need so that they end in order, and say what happens in one line."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import NoReturn
+
+from tensorlease.protocol.errors import TensorleaseError
+
+_DONE = 0
+"""Beside the numbers of signals: the work has ended."""
+
+
+def end_at_sigterm() -> None:
+    """From now on SIGTERM ends this program as Ctrl+C does, with 143."""
+    signal.signal(signal.SIGTERM, _terminated)
+
+
+def run_orderly(
+    work: Callable[[], object], stop: Callable[[], object], *own: type[Exception]
+) -> None:
+    """Runs what a command does with its agent, so that no signal cuts it off in the middle.
+
+    The work has a thread of its own, which signals do not reach: an exception that one raises there
+    is lost in a finalizer or in a library's own code, or leaves half of a step undone. Agents log
+    lines without tracebacks meanwhile.
+
+    Args:
+        work: What is to be done.
+        stop: Makes it end soon; called at Ctrl+C or SIGTERM. At a second one it is not waited for.
+        own: Errors of hooks that are not logged: the command ends by them, and says them itself.
+
+    Raises:
+        KeyboardInterrupt: Ctrl+C has ended it.
+        SystemExit: SIGTERM has ended it.
+    """
+    told: SimpleQueue[int] = SimpleQueue()  # Which alone a signal's handler may put to.
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+        finally:
+            told.put(_DONE)
+
+    with _plain_log(own), _signals(told):
+        threading.Thread(target=run, daemon=True, name="tensorlease-work").start()
+        number = told.get()
+        if number != _DONE:
+            stop()
+            impatient = told.get() != _DONE
+            # What it could not finish for that; all else that it raises is a defect.
+            if impatient or (errors and isinstance(errors[0], TensorleaseError)):
+                _end_by(number)
+        if errors:
+            raise errors.pop()
+
+
+@contextmanager
+def _plain_log(own: tuple[type[Exception], ...]) -> Iterator[None]:
+    def plain(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        record.exc_info = None
+        return not isinstance(error, own)
+
+    log = logging.getLogger("tensorlease.agents")
+    handler = logging.StreamHandler()
+    handler.addFilter(plain)
+    propagate, log.propagate = log.propagate, False
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagate
+
+
+@contextmanager
+def _signals(told: SimpleQueue[int]) -> Iterator[None]:
+    """Puts the numbers of signals that would end the program, save those that it ignores."""
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number, handler in former.items() if handler is not signal.SIG_IGN]
+    try:
+        for number in heard:
+            signal.signal(number, lambda number, _: told.put(number))
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, former[number])
+
+
+def _end_by(number: int) -> NoReturn:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    _terminated(number)
+
+
+def _terminated(number: int, frame: object = None) -> NoReturn:
+    sys.exit(128 + number)

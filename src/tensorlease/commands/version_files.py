@@ -1,0 +1,155 @@
+"""Writes one version as safetensors files, in a directory that is there only once all of it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from .checkpoint import DTYPES, INDEX, SUFFIX
+from .file_errors import OutputError
+from .units import size
+
+if TYPE_CHECKING:
+    import torch
+
+_ROOM: Final = 2**20
+"""Bytes beyond the tensors: of headers and of the index."""
+
+
+class VersionFiles:
+    """The files of one version: collected, and written as soon as there are enough for a file.
+
+    Until `finish` they lie in a hidden directory beside the one that they are to have; `drop`
+    removes it.
+
+    Args:
+        output: The directory of all versions.
+        version: The version.
+        most: Bytes of a file's tensors, which are kept in memory until it is written; a larger
+            tensor has a file of its own.
+
+    Raises:
+        OutputError: The version is there already, or nothing can be written.
+    """
+
+    def __init__(self, output: Path, version: int, most: int) -> None:
+        self.path: Final = output / f"version-{version}"
+        self._temporary: Final = output / f".version-{version}.{os.getpid()}"
+        self._most: Final = most
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        # The names in each file, in order.
+        self._written: list[list[str]] = []
+        self._total = 0
+        if self.path.exists():
+            raise OutputError(self.path, "is there already: move it away, or give another --output")
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            self._temporary.mkdir()
+        except OSError as error:
+            raise OutputError(self.path, _unwritable(error)) from None
+
+    @property
+    def files(self) -> int:
+        """How many files were written."""
+        return len(self._written)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes a tensor in; no view of it is kept.
+
+        Raises:
+            OutputError: safetensors has no such dtype, or it cannot be written.
+        """
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES.values():
+            raise OutputError(
+                self.path, f"tensor {name!r} is {dtype}, which safetensors files cannot have"
+            )
+        nbytes = tensor.nbytes
+        if self._pending and self._pending_bytes + nbytes > self._most:
+            self._flush()
+        self._check_room(nbytes)
+        self._total += nbytes
+        if nbytes >= self._most:
+            self._write({name: tensor})
+            return
+        self._pending[name] = _copy(tensor)
+        self._pending_bytes += nbytes
+
+    def finish(self) -> None:
+        """Writes what is left, and gives the directory its name.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        if self._pending or not self._written:
+            self._flush()
+        count = len(self._written)
+        try:
+            places: dict[str, str] = {}
+            for number, names in enumerate(self._written):
+                file_name = f"model-{number + 1:05}-of-{count:05}{SUFFIX}"
+                if count == 1:
+                    file_name = f"model{SUFFIX}"
+                self._part(number).rename(self._temporary / file_name)
+                places |= dict.fromkeys(names, file_name)
+            if count > 1:
+                index = {"metadata": {"total_size": self._total}, "weight_map": places}
+                text = msgspec.json.format(msgspec.json.encode(index), indent=2)
+                (self._temporary / INDEX).write_bytes(text)
+            self._temporary.rename(self.path)
+        except OSError as error:
+            raise OutputError(self.path, _unwritable(error)) from None
+
+    def drop(self) -> None:
+        """Removes what was not finished."""
+        self._pending.clear()
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._temporary)
+
+    def _part(self, number: int) -> Path:
+        return self._temporary / f"{number}{SUFFIX}"
+
+    def _flush(self) -> None:
+        pending, self._pending, self._pending_bytes = self._pending, {}, 0
+        self._write(pending)
+
+    def _write(self, tensors: dict[str, torch.Tensor]) -> None:
+        path = self._part(len(self._written))
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+            # The library makes files that are for nobody else; the directory has the user's mode.
+            path.chmod(self._temporary.stat().st_mode & 0o666)
+        except (OSError, SafetensorError) as error:
+            raise OutputError(self.path, _unwritable(error)) from None
+        self._written.append(list(tensors))
+
+    def _check_room(self, nbytes: int) -> None:
+        """What is only collected has no place on the disk yet, and must find one later."""
+        need = self._pending_bytes + nbytes + _ROOM
+        if (free := shutil.disk_usage(self._temporary).free) < need:
+            raise OutputError(
+                self.path,
+                f"cannot be written: needs {size(need)} more, {size(free)} free on its disk; make"
+                " room, or give another --output",
+            )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """By its bytes: there are dtypes that torch itself cannot copy."""
+    import torch
+
+    flat = tensor.contiguous().view(-1).view(torch.uint8).clone()
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def _unwritable(error: Exception) -> str:
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"cannot be written: {said}; make room, or give another --output"

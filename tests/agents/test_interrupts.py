@@ -1,0 +1,176 @@
+"""Ctrl+C in each call that waits: it passes through at once, and the agent works as before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tensorlease.agents import RoundHandle, TrainerAgent, WorkerAgent
+from tensorlease.protocol.errors import DeadlineError, RefusedError
+
+from ..broker.raw_agents import Threaded, config_for, eventually
+
+torch = pytest.importorskip("torch")
+
+Waiting = Callable[[], object]
+FAR_S = 60.0
+
+
+def interrupt(call: Callable[[], object], waiting: Waiting) -> None:
+    """Makes a call in this thread, which is the main one, and interrupts it once it waits."""
+    main = threading.get_ident()
+    assert main == threading.main_thread().ident
+
+    def strike() -> None:
+        eventually(lambda: waiting() or None)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    striker = threading.Thread(target=strike)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            striker.start()
+            call()
+            pytest.fail("it returned")
+        assert time.monotonic() - began < FAR_S / 4
+    finally:
+        signal.signal(signal.SIGINT, former)
+        striker.join(10.0)
+
+
+def in_condition(agent: TrainerAgent | WorkerAgent) -> Waiting:
+    """Whether somebody waits for a change of the agent's state."""
+    return lambda: bool(agent._connection.changed._waiters)  # type: ignore[attr-defined]
+
+
+def at_round(handle: RoundHandle) -> Waiting:
+    """Whether somebody waits for the end of a round, or for its release."""
+    futures = [handle.finished._future, handle.released._future]
+    return lambda: any(future._condition._waiters for future in futures)  # type: ignore[attr-defined]
+
+
+def latest(trainer: TrainerAgent) -> Waiting:
+    """As `at_round`, for the round that the trainer opened last."""
+
+    def waiting() -> bool:
+        handles = list(trainer._handles.values())
+        return bool(handles and at_round(handles[-1])())
+
+    return waiting
+
+
+def commits(trainer: TrainerAgent, worker: WorkerAgent, version: int) -> None:
+    """Both work: a version goes from one to the other."""
+    thread = threading.Thread(target=worker.run, args=(version,))
+    thread.start()
+    assert trainer.publish(version, timeout=20.0).ok
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "call", ["wait_ready", "publish", "publish_nowait", "result", "released", "unregister", "void"]
+)
+def test_a_trainer_that_was_interrupted_goes_on(
+    broker: Threaded, url: str, worker: WorkerAgent, call: str
+) -> None:
+    worker.attach({"w": torch.zeros(3)})
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register({"w": torch.ones(3)})
+        version = 2
+        match call:
+            case "wait_ready":
+                version = 1
+                interrupt(lambda: trainer.wait_ready(5, timeout=FAR_S), in_condition(trainer))
+            case "publish":
+                interrupt(lambda: trainer.publish(1, timeout=FAR_S), latest(trainer))
+            case "publish_nowait":
+                trainer.publish_nowait(1)
+                interrupt(lambda: trainer.publish_nowait(2, timeout=FAR_S), in_condition(trainer))
+            case "result":
+                handle = trainer.publish_nowait(1)
+                interrupt(lambda: handle.result(FAR_S), at_round(handle))
+            case "released":
+                handle = trainer.publish_nowait(1)
+                interrupt(lambda: handle.released.wait(FAR_S), at_round(handle))
+            case "unregister":
+                commits(trainer, worker, 1)
+                # The worker has it mapped, and nobody works for it.
+                interrupt(lambda: trainer.unregister(timeout=FAR_S), in_condition(trainer))
+                with pytest.raises(RefusedError, match="nothing is registered"):
+                    trainer.publish(2)
+                trainer.register({"w": torch.ones(3)})
+            case _:
+                handle = trainer.publish_nowait(1)
+                trainer._core.void = lambda call: None  # type: ignore[method-assign]
+                interrupt(lambda: trainer.void(handle, timeout=FAR_S), in_condition(trainer))
+                del trainer._core.void
+        commits(trainer, worker, version)
+        trainer.close(timeout=0.5)
+
+
+def test_buffers_that_nobody_waited_for_can_be_asked_for_again(
+    trainer: TrainerAgent, worker: WorkerAgent
+) -> None:
+    worker.attach({"w": torch.zeros(3)})
+    commits(trainer, worker, 1)
+    interrupt(lambda: trainer.unregister(timeout=FAR_S), in_condition(trainer))
+    with pytest.raises(DeadlineError, match="are still mapped"):
+        trainer.unregister(timeout=0.1)
+    assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) != []
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    trainer.unregister(timeout=20.0)
+    trainer.unregister(timeout=0.1)
+    assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
+    worker.stop()
+    thread.join(10.0)
+
+
+@pytest.mark.parametrize("call", ["run", "step", "wait_for"])
+def test_a_worker_that_was_interrupted_goes_on(
+    trainer: TrainerAgent, worker: WorkerAgent, call: str
+) -> None:
+    worker.attach({"w": torch.zeros(3)})
+    worker.step(0.2)  # Answers the offer; then there is nothing to do but wait.
+    calls: dict[str, Callable[[], object]] = {
+        "run": worker.run,
+        "step": lambda: worker.step(FAR_S),
+        "wait_for": lambda: worker.wait_for(1, FAR_S),
+    }
+    interrupt(calls[call], in_condition(worker))
+    commits(trainer, worker, 1)
+
+
+def test_an_agent_that_was_interrupted_while_it_looked_for_a_broker_finds_it_later(
+    url: str,
+) -> None:
+    with (
+        TrainerAgent("policy", endpoint=url, connect_timeout=FAR_S) as trainer,
+        WorkerAgent("policy", endpoint=url, connect_timeout=FAR_S) as worker,
+    ):
+        source, target = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+        interrupt(lambda: trainer.register(source), in_condition(trainer))
+        interrupt(lambda: worker.attach(target), in_condition(worker))
+        broker = Threaded(config_for(url))
+        trainer.register(source)
+        worker.attach(target)
+        commits(trainer, worker, 1)
+        worker.close()
+        trainer.close()
+        broker.stop()
+
+
+def test_a_close_that_was_interrupted_has_closed(broker: Threaded, url: str) -> None:
+    trainer = TrainerAgent("policy", endpoint=url)
+    trainer.register({"w": torch.ones(3)})
+    trainer.publish_nowait(1)
+    interrupt(lambda: trainer.close(timeout=FAR_S), in_condition(trainer))
+    assert trainer.closed
+    eventually(lambda: not broker.broker.ledger.state.peers)

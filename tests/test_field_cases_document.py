@@ -1,0 +1,111 @@
+"""docs/field-cases.md names tests that exist, for each case."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "docs" / "field-cases.md").read_text(encoding="utf-8")
+CASES = [
+    "C03",
+    "C05",
+    "C06",
+    "C09",
+    "C10",
+    "C11",
+    "C13",
+    "C16",
+    "C17",
+    "C18",
+    "C21",
+    "C27",
+    "C30",
+    "C31",
+    "C32",
+    "C34",
+    "C35",
+    "C36",
+    "C37",
+    "C39",
+    "C40",
+    "C41",
+    "C42",
+    "C43",
+    "C44",
+    "C45",
+    "C46",
+    "C47",
+    "C49",
+    "C50",
+    "C51",
+    "C52",
+    "C53",
+    "C54",
+    "C56",
+    "C57",
+    "C58",
+    "C60",
+    "C61",
+    "C62",
+    "C64",
+    "C65",
+    "C67",
+    "C68",
+    "C69",
+    "C70",
+    "C71",
+    "C72",
+    "C73",
+    "C74",
+    "C76",
+    "C78",
+    "C79",
+    "C80",
+    "C81",
+    "C82",
+    "C83",
+    "C85",
+    "C87",
+    "C88",
+    "C89",
+]
+
+
+def rows() -> dict[str, list[tuple[str, str]]]:
+    """Each case, and the file and name of each test of its row."""
+    found = {}
+    for line in TEXT.splitlines():
+        if case := re.match(r"\| (C\d\d): ", line):
+            found[case[1]] = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", line)
+    return found
+
+
+def defined_in(path: Path) -> set[str]:
+    """The names of the functions at the top of a module."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for node in tree.body if isinstance(node, kinds)}
+
+
+def test_every_case_has_a_row_with_a_test() -> None:
+    assert sorted(rows()) == CASES
+    assert all(rows().values())
+
+
+def test_every_test_that_is_named_exists() -> None:
+    missing = [
+        f"{file}::{name}"
+        for tests in rows().values()
+        for file, name in tests
+        if not (ROOT / file).is_file() or name not in defined_in(ROOT / file)
+    ]
+
+    assert missing == []
+
+
+def test_every_case_links_a_public_report() -> None:
+    lines = [line for line in TEXT.splitlines() if re.match(r"\| C\d\d: ", line)]
+
+    assert all("](https://github.com/" in line for line in lines)
