@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
+from ..protocol.errors import ClosedError
 from ..protocol.tables import BatchBody, Buffer, encode_body
 from .memory import ExportedMemory
 from .packing import Packing
 from .ring import RingOptions, Slots, SlotState
 
 Allocate = Callable[[int], tuple[int, ExportedMemory]]
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """A slot that is being filled. Its bytes can be written as long as somebody keeps this.
+
+    Attributes:
+        number: The number of its buffer.
+        memory: What workers map.
+        view: Its bytes, uint8 of shape (slot_bytes,).
+        packing: What lies where in it.
+    """
+
+    number: int
+    memory: ExportedMemory
+    view: torch.Tensor
+    packing: Packing
+
+    def body(self, tags: bytes | None) -> bytes:
+        """Returns the body of its batch; `tags`: of a verified round."""
+        nbytes, handle = self.memory.nbytes, self.memory.handle
+        buffer = Buffer(self.number, nbytes, handle, self.packing.entries, tags)
+        return encode_body(BatchBody([buffer]))
 
 
 class RingMemory:
@@ -27,6 +52,7 @@ class RingMemory:
         self._allocate = allocate
         self._memory: dict[int, ExportedMemory] = {}
         self._views: dict[int, torch.Tensor] = {}
+        self._closed = False
 
     def make(self, count: int) -> list[tuple[int, ExportedMemory]]:
         """Makes memory for new slots, to be given to `add`: all of it or none.
@@ -45,22 +71,33 @@ class RingMemory:
         return made
 
     def add(self, made: Iterable[tuple[int, ExportedMemory]]) -> None:
-        """The memory becomes free slots."""
+        """The memory becomes free slots.
+
+        Raises:
+            ClosedError: The ring was closed meanwhile; the memory is freed.
+        """
+        if self._closed:
+            for _, memory in made:
+                memory.free()
+        self._check_open()
         for number, memory in made:
             self._memory[number] = memory
             storage = memory.storage(0, memory.nbytes)
             self._views[number] = torch.empty(0, dtype=torch.uint8).set_(storage)
             self.slots.add(number)
 
-    def view(self, number: int) -> torch.Tensor:
-        """Returns the slot's bytes, uint8 of shape (slot_bytes,)."""
-        return self._views[number]
+    def fill(self, table_bytes: int) -> Filling | None:
+        """Takes a free slot, if there is one, for tensors whose table has at most `table_bytes`.
 
-    def body(self, number: int, packing: Packing, tags: bytes | None) -> bytes:
-        """Returns the body of the batch that is in the slot; `tags`: of a verified round."""
-        memory = self._memory[number]
-        buffer = Buffer(number, memory.nbytes, memory.handle, packing.entries, tags)
-        return encode_body(BatchBody([buffer]))
+        Raises:
+            ClosedError: The ring was closed.
+        """
+        self._check_open()
+        number = self.slots.fill()
+        if number is None:
+            return None
+        packing = Packing(self.slots.options.slot_bytes, table_bytes)
+        return Filling(number, self._memory[number], self._views[number], packing)
 
     def retire_missing(self) -> list[int]:
         """Retires the free slots whose memory was removed by something else; returns them."""
@@ -86,7 +123,12 @@ class RingMemory:
 
     def close(self) -> None:
         """Frees everything. Idempotent."""
+        self._closed = True
         for memory in self._memory.values():
             memory.free()
         self._views.clear()
         self._memory.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the trainer was closed while a round was filling its ring")

@@ -26,10 +26,11 @@ from .arguments import check_timeout
 from .digests import digest_buffer
 from .errors import ExportError, RingFullError, SharedMemoryError
 from .filling import check_sendable, dtype_name, fill, sent_dtype
-from .packing import TABLE_BYTES, Packing, cut, table_cost
+from .packing import TABLE_BYTES, cut, table_cost
 from .pieces import Pieces, Place
 from .placement import NamedTensors, Placed, check_tensor_name, place
 from .results import RoundHandle, RoundResult, UnreleasedError
+from .ring_memory import Filling
 from .waiting import seconds
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ class RingRound:
         # One tensor at a time, whichever thread sends it.
         self._sending = threading.Lock()
         # The slot that is being filled.
-        self._number = 0
-        self._packing: Packing | None = None
+        self._filling: Filling | None = None
         self._table_bytes = TABLE_BYTES
         # What is registered, and so goes with this round, by name.
         self._registered: dict[str, list[TensorEntry]] = {}
@@ -189,7 +189,7 @@ class RingRound:
                     self._void()
                 if alone:
                     source._ring.slots.put_back()
-                    self._packing = None
+                    self._filling = None
                 self._thread = None
                 source._connection.notify()
         finally:
@@ -233,7 +233,7 @@ class RingRound:
                 source._open_ring(self)
             if not self.ended and (left := sorted(self._subset - self._sent.keys())):
                 raise ExportError(left[0], "is among the names of subset=, and was not sent")
-            if self._packing is not None and self._packing.entries:
+            if self._filling is not None and self._filling.packing.entries:
                 self._hand_out(last=True)
                 return
             with source._connection.acting():
@@ -351,7 +351,7 @@ class RingRound:
         """
         with self._sending:
             self._check_active()
-            if self._packing is not None and self._packing.entries:
+            if self._filling is not None and self._filling.packing.entries:
                 self._hand_out()
 
     def _pairs(self, given: object, alone: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -425,16 +425,17 @@ class RingRound:
         capacity = self._source._ring.slots.options.slot_bytes
         cost = table_cost(placed.name, aliases, len(placed.shape))
         for box in cut(placed.region.length, item, capacity):
-            packing = self._packing
-            if packing is not None and not packing.fits(box.count * item, cost):
+            filling = self._filling
+            if filling is not None and not filling.packing.fits(box.count * item, cost):
                 self._hand_out()
             if not self._take_slot():
                 return
-            packing = self._packing
-            assert packing is not None
+            filling = self._filling
+            assert filling is not None
+            packing = filling.packing
             # First the bytes: what an interrupt cuts off is not in the table.
             try:
-                fill(self._source._ring.view(self._number), packing.offset, placed, box, dtype)
+                fill(filling.view, packing.offset, placed, box, dtype)
             except RuntimeError as error:  # torch's, who does not know the tensor's name.
                 raise ExportError(
                     placed.name, f"could not be copied into a slot of the ring: {error}"
@@ -456,18 +457,16 @@ class RingRound:
                 return True
             return bool(slots.lacking) if no_room is None else not slots.live
 
-        while self._packing is None or self.ended:
+        while self._filling is None or self.ended:
             with connection.mutex:
                 connection.wait_until(ready, deadline, self._late)
                 if self.ended:
                     self._raise_if_refused()
                     slots.put_back()
-                    self._packing = None
+                    self._filling = None
                     return False
-                number = slots.fill()
-                if number is not None:
-                    self._number = number
-                    self._packing = Packing(slots.options.slot_bytes, self._table_bytes)
+                self._filling = ring.fill(self._table_bytes)
+                if self._filling is not None:
                     return True
                 if slots.exhausted:
                     raise RingFullError(self.version, slots.status())
@@ -481,15 +480,15 @@ class RingRound:
 
     def _hand_out(self, *, last: bool = False) -> None:
         """Hands the slot out as a batch."""
-        source, connection, packing = self._source, self._source._connection, self._packing
-        handle = self.handle
-        assert packing is not None and handle is not None
+        source, connection = self._source, self._source._connection
+        filling, handle = self._filling, self.handle
+        assert filling is not None and handle is not None
+        number, packing = filling.number, filling.packing
         tags, proofs = None, list[Proof]()
         if self.terms.verify:
-            view = source._ring.view(self._number)
-            tags, proof = digest_buffer(self._number, packing.entries, view)
+            tags, proof = digest_buffer(number, packing.entries, filling.view)
             proofs.append(proof)
-        body = source._ring.body(self._number, packing, tags)
+        body = filling.body(tags)
         deadline = time.monotonic() + self._timeout
         with connection.acting():
             # A restarted broker counts stuck leases in its window until it says that they are.
@@ -504,19 +503,19 @@ class RingRound:
             else:
                 seq = source._core.batch(
                     handle.call,
-                    [self._number],
+                    [number],
                     registered=False,
                     nbytes=packing.nbytes,
                     body=body,
                     last=last,
                     proofs=proofs,
                 )
-                source._ring.slots.hand_out(self._number, handle.call, seq)
-                self._bodies[self._number] = (packing.nbytes, body, proofs)
+                source._ring.slots.hand_out(number, handle.call, seq)
+                self._bodies[number] = (packing.nbytes, body, proofs)
                 self.batches += 1
                 self.nbytes += packing.nbytes
             self._closed = self._closed or last
-            self._packing = None
+            self._filling = None
 
     def _raise_if_refused(self) -> None:
         """Raises why the round will never end: it was refused, or the agent was closed."""

@@ -551,6 +551,34 @@ def test_closing_the_trainer_in_a_round_ends_it_and_removes_the_slots(
     assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
 
 
+def test_closing_it_while_a_slot_is_filled_ends_the_round_by_name(
+    broker: Threaded, url: str, start_worker: Start
+) -> None:
+    start_worker("r", {"w": torch.zeros(3)})
+    trainer = TrainerAgent("policy", endpoint=url, ring=RING)
+    with pytest.raises(ClosedError), trainer.open_round(1, timeout=20.0) as r:
+        r.send("w", torch.ones(3))
+        trainer.close(timeout=0.1)
+    assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
+
+
+def test_closing_it_while_slots_are_made_frees_them(
+    broker: Threaded, url: str, start_worker: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_worker("r", {"w": torch.zeros(3)})
+    trainer = TrainerAgent("policy", endpoint=url, ring=RING)
+    make = RingMemory.make
+
+    def closing(ring: RingMemory, count: int) -> object:
+        trainer.close(timeout=0.1)
+        return make(ring, count)
+
+    monkeypatch.setattr(RingMemory, "make", closing)
+    with pytest.raises(ClosedError):
+        trainer.publish_stream(1, {"w": torch.ones(3)}, timeout=20.0)
+    assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
+
+
 def test_a_replica_that_is_put_out_leaves_the_others_in_the_round(
     ring_trainer: TrainerAgent, start_worker: Start
 ) -> None:
