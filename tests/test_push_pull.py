@@ -378,13 +378,6 @@ sys.exit(main([name, model] if name == "push" else [name, f"--output={model}/out
 # ---------------------------------------------------------------- interrupted
 
 
-KNOWN = pytest.mark.xfail(
-    strict=False,
-    reason="an interrupt that hits push or pull at an unlucky place is lost, or leaves segments: open",
-)
-
-
-@KNOWN
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_push_is_void_and_leaves_nothing(
     spawn: Spawn, serve: Serve, broker: Threaded, tmp_path: Path, number: int, code: int
@@ -411,7 +404,6 @@ def test_an_interrupted_push_is_void_and_leaves_nothing(
     assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
 
 
-@KNOWN
 def test_an_interrupted_pull_leaves_no_part_of_a_version(
     spawn: Spawn, broker: Threaded, tmp_path: Path
 ) -> None:
