@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tensorlease.commands import checkpoint
 from tensorlease.commands.checkpoint import read_checkpoint
 from tensorlease.commands.file_errors import CheckpointError
 from tensorlease.protocol.errors import TensorleaseError
@@ -77,7 +78,7 @@ def test_where_there_is_an_index_the_rest_is_not_part_of_the_model_and_is_told_o
 
 def test_numbers_of_four_bits_are_counted_as_torch_does(tmp_path: Path) -> None:
     by_hand(tmp_path / "model.safetensors", {"a": Entry("F4", [3, 4], [0, 6])}, 6)
-    ((stored, _, tensor),) = read_checkpoint(tmp_path).parts(1)
+    ((stored, _, tensor),) = read_checkpoint(tmp_path).parts(6)
     assert (stored.shape, stored.nbytes) == ((3, 2), 6)
     assert (tensor.shape, tensor.dtype) == ((3, 2), torch.float4_e2m1fn_x2)
 
@@ -112,8 +113,7 @@ def test_a_file_with_other_bytes_under_the_same_header_is_noticed(
     first, second = tmp_path / "a", tmp_path / "b"
     for directory, value in ((first, 1.0), (second, 2.0)):
         save(directory, {ALONE: {f"w{n}": torch.full((1000,), value) for n in range(4)}})
-    checkpoint = read_checkpoint(first)
-    parts = checkpoint.parts(4000)
+    parts = read_checkpoint(first).parts(4000)
     for _ in range(after):
         next(parts)
     if how == "renamed":
@@ -122,6 +122,31 @@ def test_a_file_with_other_bytes_under_the_same_header_is_noticed(
         with (first / ALONE).open("r+b") as file:
             file.write((second / ALONE).read_bytes())
         os.utime(first / ALONE, ns=(1, 1))  # However coarse the clock of the file system is.
+    with pytest.raises(CheckpointError, match=f"{ALONE}: has changed while it was read"):
+        list(parts)
+
+
+@pytest.mark.parametrize("kept", [0, 4096, 5000])
+def test_a_file_that_is_cut_off_while_it_is_read_is_noticed(tmp_path: Path, kept: int) -> None:
+    save(tmp_path, {ALONE: {"w": torch.arange(4000.0)}})
+    state = (tmp_path / ALONE).stat()
+    parts = read_checkpoint(tmp_path).parts(400)
+    first = next(parts)
+    assert first.tensor[-1] == 99.0
+    os.truncate(tmp_path / ALONE, kept)
+    os.utime(tmp_path / ALONE, ns=(state.st_mtime_ns, state.st_mtime_ns))
+    with pytest.raises(CheckpointError, match=f"{ALONE}: has changed while it was read"):
+        list(parts)
+
+
+def test_a_file_that_is_cut_off_after_the_last_look_at_it_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, {ALONE: {"w": torch.arange(4000.0)}})
+    parts = read_checkpoint(tmp_path).parts(400)
+    monkeypatch.setattr(checkpoint, "_require_unchanged", lambda file: None)
+    next(parts)
+    os.truncate(tmp_path / ALONE, 4096)
     with pytest.raises(CheckpointError, match=f"{ALONE}: has changed while it was read"):
         list(parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import stat
 import struct
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from tensorlease.agents.packing import cut
 from tensorlease.protocol.dtypes import ITEM_SIZES
 from tensorlease.protocol.errors import ConfigError
-from tensorlease.protocol.regions import MAX_DIMS, MAX_LENGTH, Region, whole
+from tensorlease.protocol.regions import MAX_DIMS, MAX_LENGTH, Region
 from tensorlease.protocol.tables import MAX_NAME
 
 from .file_errors import CheckpointError
@@ -71,6 +72,8 @@ class StoredTensor(NamedTuple):
     """A name of `ITEM_SIZES`."""
     shape: tuple[int, ...]
     """As torch has it."""
+    offset: int
+    """Where its bytes begin in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +105,7 @@ class Part(NamedTuple):
     stored: StoredTensor
     box: Region
     tensor: torch.Tensor
-    """The box, of shape `box.length`: a view of the mapped file."""
+    """The box, of shape `box.length`; the next part is read into the same memory."""
 
     @property
     def region(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -131,15 +134,14 @@ class Checkpoint(NamedTuple):
     def parts(self, most: int) -> Iterator[Part]:
         """Yields all tensors, those of more than `most` bytes in several boxes.
 
-        The files are mapped, and no more than about `most` bytes of them at a time are in memory,
-        as long as each part is dropped before the next is asked for.
+        They are read and not mapped: who reads a mapped file that is cut off meanwhile is killed.
 
         Raises:
             CheckpointError: A file has changed since it was checked.
         """
+        memory = bytearray(max(most, *ITEM_SIZES.values()))
         for file in self.files:
-            for boxes in _runs(file.tensors, most):
-                yield from _read(file, boxes)
+            yield from _read(file, memory, most)
         for file in self.files:
             _require_unchanged(file)
 
@@ -149,7 +151,6 @@ class _Slice(Protocol):
 
     def get_dtype(self) -> str: ...
     def get_shape(self) -> list[int]: ...
-    def __getitem__(self, box: tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class _Opened(Protocol):
@@ -157,7 +158,6 @@ class _Opened(Protocol):
 
     def offset_keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> _Slice: ...
-    def get_tensor(self, name: str) -> torch.Tensor: ...
 
 
 _open: Final[Callable[[str, str], AbstractContextManager[_Opened]]] = safe_open
@@ -287,16 +287,25 @@ def _check(path: Path) -> StoredFile:
     try:
         try:
             with _open(str(path), "pt") as opened:
-                names = opened.offset_keys()
-                tensors = [_stored(path, name, opened.get_slice(name)) for name in names]
-                return StoredFile(path, tensors, state)
+                return StoredFile(path, list(_stored_in(path, opened)), state)
         except SafetensorError as error:
             raise CheckpointError(path, _diagnose(path, str(error))) from None
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from None
 
 
-def _stored(path: Path, name: str, piece: _Slice) -> StoredTensor:
+def _stored_in(path: Path, opened: _Opened) -> Iterator[StoredTensor]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+    # The format has no room between tensors.
+    offset = 8 + length
+    for name in opened.offset_keys():
+        stored = _stored(path, name, opened.get_slice(name), offset)
+        offset += stored.nbytes
+        yield stored
+
+
+def _stored(path: Path, name: str, piece: _Slice, offset: int) -> StoredTensor:
     kind, shape = piece.get_dtype(), tuple(piece.get_shape())
     dtype = DTYPES.get(kind)
     reason = ""
@@ -311,7 +320,7 @@ def _stored(path: Path, name: str, piece: _Slice) -> StoredTensor:
     if kind == "F4":
         # The file counts numbers, torch the bytes that have two of them.
         shape = (*shape[:-1], shape[-1] // 2)
-    return StoredTensor(name, dtype, shape)
+    return StoredTensor(name, dtype, shape, offset)
 
 
 class _Entry(Struct):
@@ -375,30 +384,6 @@ def _diagnose(path: Path, said: str) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def _runs(
-    tensors: Sequence[StoredTensor], most: int
-) -> Iterator[list[tuple[StoredTensor, Region]]]:
-    """Yields boxes in order, in lists of about `most` bytes; one at least in each."""
-    run: list[tuple[StoredTensor, Region]] = []
-    nbytes = 0
-    for stored in tensors:
-        item = ITEM_SIZES[stored.dtype]
-        # The library cannot cut these where torch would.
-        boxes = (
-            [whole(stored.shape)]
-            if stored.dtype == DTYPES["F4"]
-            else cut(stored.shape, item, max(most, item))
-        )
-        for box in boxes:
-            if run and nbytes + box.count * item > most:
-                yield run
-                run, nbytes = [], 0
-            run.append((stored, box))
-            nbytes += box.count * item
-    if run:
-        yield run
-
-
 def _state(path: Path) -> FileState:
     """Returns what shows that a file has changed; raises `CheckpointError` for what is no file."""
     try:
@@ -413,29 +398,37 @@ def _state(path: Path) -> FileState:
 def _require_unchanged(file: StoredFile) -> None:
     """Raises `CheckpointError` if the file is not the one that was checked."""
     if _state(file.path) != file.state:
-        raise CheckpointError(
-            file.path, "has changed while it was read; push it again when it is written"
-        )
+        raise _changed(file.path)
 
 
-def _read(file: StoredFile, boxes: list[tuple[StoredTensor, Region]]) -> Iterator[Part]:
-    """Yields these boxes; what was mapped for them is unmapped in the end."""
-    path = file.path
-    _require_unchanged(file)
+def _changed(path: Path) -> CheckpointError:
+    return CheckpointError(path, "has changed while it was read; push it again when it is written")
+
+
+def _read(file: StoredFile, memory: bytearray, most: int) -> Iterator[Part]:
+    """Yields all tensors of a file, in boxes of at most `most` bytes or one element."""
+    import torch
+
     try:
-        with _open(str(path), "pt") as opened:
-            for stored, box in boxes:
-                if _stored(path, stored.name, opened.get_slice(stored.name)) != stored:
-                    raise SafetensorError(f"{stored.name} is another")
-                yield Part(stored, box, _tensor(opened, stored, box))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            path, f"has changed while it was read ({error}); push it again when it is written"
-        ) from None
+        with file.path.open("rb", buffering=0) as opened:
+            for stored in file.tensors:
+                item, dtype = ITEM_SIZES[stored.dtype], getattr(torch, stored.dtype)
+                offset = stored.offset
+                for box in cut(stored.shape, item, max(most, item)):
+                    nbytes = box.count * item
+                    _require_unchanged(file)
+                    _fill(opened, file.path, offset, memoryview(memory)[:nbytes])
+                    offset += nbytes
+                    flat = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+                    yield Part(stored, box, flat.view(dtype).view(box.length))
+    except OSError as error:
+        raise CheckpointError(file.path, f"cannot be read: {error.strerror}") from None
 
 
-def _tensor(opened: _Opened, stored: StoredTensor, box: Region) -> torch.Tensor:
-    if box.is_whole(stored.shape):
-        return opened.get_tensor(stored.name)
-    bounds = zip(box.start, box.length, strict=True)
-    return opened.get_slice(stored.name)[tuple(slice(a, a + n) for a, n in bounds)]
+def _fill(opened: io.FileIO, path: Path, offset: int, target: memoryview) -> None:
+    """Reads what lies at `offset`, as much as the target has room for."""
+    opened.seek(offset)
+    while target:
+        if not (count := opened.readinto(target)):
+            raise _changed(path)
+        target = target[count:]

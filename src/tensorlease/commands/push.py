@@ -166,7 +166,6 @@ def send(
         for part in checkpoint.parts(most):
             r.send(part.stored.name, part.tensor, region=part.region)
             meter.advance(part.tensor.nbytes)
-            del part  # Else it would still be mapped when the next one is.
             if r.ended:
                 break
     assert r.result is not None
