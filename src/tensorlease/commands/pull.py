@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,7 +110,7 @@ def pull(
     arrivals = Arrivals(worker, output, max_file_mib * 2**20, names, as_json)
 
     def work() -> None:
-        with _serving(worker):
+        with _serving(worker), _claimed(output):
             worker.on_prepare(arrivals.prepare)
             worker.on_commit(arrivals.commit)
             worker.on_abort(arrivals.abort)
@@ -128,6 +128,14 @@ def pull(
                     )
 
     run_orderly(work, lambda: worker.close(0.0), OutputError)
+
+
+def _claimed(output: Path | None) -> AbstractContextManager[None]:
+    if output is None:
+        return nullcontext()
+    from .version_files import claimed
+
+    return claimed(output)
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,8 +21,49 @@ from .units import size
 if TYPE_CHECKING:
     import torch
 
+_METADATA: Final = "__metadata__"
+"""Not a tensor, in the header of a file."""
+_HIDDEN: Final = ".version-"
+"""How the names of directories begin that are being written."""
 _ROOM: Final = 2**20
 """Bytes beyond the tensors: of headers and of the index."""
+
+
+@contextmanager
+def claimed(output: Path) -> Iterator[None]:
+    """Makes the directory of all versions, for this process alone to write to.
+
+    Raises:
+        OutputError: Another process writes to it, or nobody can.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        opened = os.open(output, os.O_RDONLY)
+    except OSError as error:
+        raise OutputError(output, _unwritable(error)) from None
+    try:
+        _claim(output, opened)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _claim(output: Path, opened: int) -> None:
+    alone = True
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = "another pull writes to it: give each a directory of its own"
+        raise OutputError(output, text) from None
+    except OSError:
+        alone = False  # Some network file systems have no locks.
+    try:
+        for left in output.glob(f"{_HIDDEN}*") if alone else ():
+            shutil.rmtree(left)  # Whoever wrote it was killed.
+    except OSError as error:
+        raise OutputError(output, _unwritable(error)) from None
+    if not os.access(output, os.W_OK | os.X_OK):
+        raise OutputError(output, "may not be written to: give another --output")
 
 
 class VersionFiles:
@@ -41,18 +84,17 @@ class VersionFiles:
 
     def __init__(self, output: Path, version: int, most: int) -> None:
         self.path: Final = output / f"version-{version}"
-        self._temporary: Final = output / f".version-{version}.{os.getpid()}"
+        self._temporary: Final = output / f"{_HIDDEN}{version}.{os.getpid()}"
         self._most: Final = most
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
         # The names in each file, in order.
         self._written: list[list[str]] = []
         self._total = 0
-        if self.path.exists():
+        if os.path.lexists(self.path):
             raise OutputError(self.path, "is there already: move it away, or give another --output")
         try:
-            output.mkdir(parents=True, exist_ok=True)
-            self._temporary.mkdir()
+            self._temporary.mkdir(parents=True)
         except OSError as error:
             raise OutputError(self.path, _unwritable(error)) from None
 
@@ -65,12 +107,16 @@ class VersionFiles:
         """Takes a tensor in; no view of it is kept.
 
         Raises:
-            OutputError: safetensors has no such dtype, or it cannot be written.
+            OutputError: safetensors has no such dtype or name, or it cannot be written.
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES.values():
             raise OutputError(
                 self.path, f"tensor {name!r} is {dtype}, which safetensors files cannot have"
+            )
+        if name == _METADATA:
+            raise OutputError(
+                self.path, f"tensor {name!r} has a name that safetensors files keep for themselves"
             )
         nbytes = tensor.nbytes
         if self._pending and self._pending_bytes + nbytes > self._most:
