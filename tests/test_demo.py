@@ -57,16 +57,19 @@ def running(*options: str) -> Iterator[subprocess.Popen[str]]:
                 process.terminate()
 
 
-def pids_of(process: subprocess.Popen[str]) -> dict[str, int]:
-    """Reads the output up to the first committed version; the processes by name."""
+def told_by(process: subprocess.Popen[str]) -> tuple[dict[str, int], str]:
+    """Reads the output up to the first committed version; the processes by name, and the broker."""
     assert process.stdout is not None
     pids: dict[str, int] = {}
+    address = ""
     for line in process.stdout:
+        if "tensorlease top --endpoint " in line:
+            address = line.split()[-1]
         if line.startswith("pids: "):
             pairs = re.findall(r"([a-z]+(?: [\w/]+)?) (\d+)(?:, |$)", line.removeprefix("pids: "))
             pids = {name: int(pid) for name, pid in pairs}
         if "committed" in line:
-            return pids
+            return pids, address
     raise AssertionError(f"it ended too early: {process.communicate()}")
 
 
@@ -105,7 +108,7 @@ def test_one_changed_byte_in_one_half_of_the_pair_fails_the_demo(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENSORLEASE_TEST_CORRUPT", "pair/1")
-    command = [*COMMAND, "--json", "--versions", "1"]
+    command = [*COMMAND, "--json", "--versions", "2"]
     done = subprocess.run(command, capture_output=True, timeout=90, check=False)
     assert done.returncode == 1, done.stderr
     report = msgspec.json.decode(done.stdout, type=DemoReport)
@@ -116,10 +119,17 @@ def test_one_changed_byte_in_one_half_of_the_pair_fails_the_demo(
     assert_nothing_left(places, report.pids)
 
 
+def test_one_version_is_too_few_since_nothing_would_be_learned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["demo", "--versions=1"]) == 2
+    assert "1 is not in the range x>=2" in capsys.readouterr().err
+
+
 @pytest.mark.program
 def test_a_killed_worker_fails_the_demo_by_its_name(places: tuple[Path, Path]) -> None:
     with running("--versions", "500") as process:
-        pids = pids_of(process)
+        pids, _ = told_by(process)
         os.kill(pids["worker pair/1"], signal.SIGKILL)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
@@ -130,7 +140,8 @@ def test_a_killed_worker_fails_the_demo_by_its_name(places: tuple[Path, Path]) -
 @pytest.mark.program
 def test_ctrl_c_ends_all_processes_soon(places: tuple[Path, Path]) -> None:
     with running("--versions", "500") as process:
-        pids = pids_of(process)
+        pids, address = told_by(process)
+        assert cli.main(["status", "--endpoint", address]) == 0
         began = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)  # As a terminal does.
         _, errors = process.communicate(timeout=30)

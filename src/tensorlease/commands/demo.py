@@ -66,7 +66,9 @@ class DemoReport(Struct):
 
 
 @click.command()
-@click.option("--versions", type=click.IntRange(min=1), help="Versions to hand over.")
+@click.option(
+    "--versions", type=click.IntRange(min=2), help="Versions to hand over; the first is untrained."
+)
 @click.option("--steps", type=click.IntRange(min=1), help="Gradient steps between two versions.")
 @click.option("--seed", default=0, show_default=True, help="Of weights, batches and lines.")
 @click.option("--quick", is_flag=True, help="A smaller model and fewer versions: some seconds.")
@@ -105,13 +107,13 @@ def demo(
     )
     exam = windows(vocabulary.encode(held_out), size.context + 1, HELD_OUT)
     unigram = vocabulary.unigram_loss(vocabulary.encode(train), exam)
-    title = _title(len(train) + len(held_out), unigram)
     rows: list[Row] = []
     processes = None
     interrupted = False
     directory = _directory()
     try:
         plan = msgspec.structs.replace(plan, directory=str(directory))
+        title = _title(len(train) + len(held_out), unigram, plan.endpoint)
         processes = Processes(plan)
         with processes, Display(None if as_json else Console(), title) as display:
             processes.start()
@@ -224,12 +226,13 @@ def _directory() -> Path:
     return Path(tempfile.mkdtemp(prefix=prefix, dir=None if roomy else "/tmp"))
 
 
-def _title(nbytes: int, unigram: float) -> list[str]:
+def _title(nbytes: int, unigram: float, endpoint: str) -> list[str]:
     replicas = " and ".join(f"{name!r} of {size}" for name, size in REPLICAS.items())
     text = f"{nbytes:,} bytes of Python's documentation"
     return [
         f"{TRAINERS} trainers of one model, replicas {replicas}, {text}",
         f"a unigram model loses {unigram:.3f} nats/byte on the held-out text",
+        f"beside it, in another terminal: tensorlease top --endpoint {endpoint}",
     ]
 
 
