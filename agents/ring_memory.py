@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ from .ring import RingOptions, Slots, SlotState
 Allocate = Callable[[int], tuple[int, ExportedMemory]]
 
 
-@dataclass(frozen=True, slots=True)
-class Filling:
+class Filling(NamedTuple):
     """A slot that is being filled. Its bytes can be written as long as somebody keeps this.
 
     Attributes:
