@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +152,41 @@ def test_nothing_makes_a_broker_that_was_told_to_end_admit_rounds_again(
     worker.receive(m.Commit)
     worker.send(m.Committed(1, group, 1, True))
     assert trainer.receive(m.Finished).result.outcome is Outcome.COMMITTED
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def closed_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [(full_disk, "error: cannot write to stdout: No space left on device\n"), (closed_pipe, "")],
+)
+def test_what_a_broker_said_and_nobody_can_read_is_one_line_or_none(
+    output: Callable[[], int], says: str, url: str, agents: Agents
+) -> None:
+    trainer, worker, group = agents
+    open_round(trainer, worker)
+    complete_round(trainer, worker, group)
+    for words in ("status", "status --json", "story policy 1", "top --once", "top", "drain --json"):
+        command = [sys.executable, "-P", "-m", "tensorlease.cli", *words.split()]
+        stdout = output()
+        done = subprocess.run(
+            [*command, "--endpoint", url],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        os.close(stdout)
+        assert (words, done.returncode, done.stderr) == (words, 1, says)
 
 
 # ---------------------------------------------------------------- settings
