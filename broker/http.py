@@ -20,11 +20,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 
 from ..protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .meter import Meter
 
 log = logging.getLogger("tensorlease.broker")
 
@@ -71,6 +74,21 @@ def parse_http(address: str) -> tuple[str, int]:
             " names processes, and nobody is asked who they are; let a proxy serve it further"
         )
     return host, int(port)
+
+
+def load_meter(address: str) -> type[Meter]:
+    """What counts for `/metrics`.
+
+    Raises:
+        ConfigError: Its library is not installed.
+    """
+    try:
+        from .meter import Meter
+    except ImportError as error:
+        raise ConfigError(
+            f"http = {address!r} needs prometheus-client: pip install 'tensorlease[broker]'"
+        ) from error
+    return Meter
 
 
 class HttpPort:

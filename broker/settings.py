@@ -50,7 +50,11 @@ class SettingsError(ConfigError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
-        self.problems = tuple(problems)
+        self._problems = tuple(problems)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        return self._problems
 
 
 class Setting(Struct, frozen=True):

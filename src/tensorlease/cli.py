@@ -70,7 +70,8 @@ def _attempt(words: list[str]) -> int:
         _say(f"this needs {missing}, which is not installed: {_PIP_LINES[missing]}")
         return MISUSED
     except ConfigError as error:
-        _say(str(error))
+        for problem in error.problems:
+            _say(str(problem))
         return MISUSED
     except TensorleaseError as error:
         _say(str(error))
