@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -142,7 +143,7 @@ def load(
     Raises:
         SettingsError: Names each key that is unknown (and the nearest known one), has a wrong type
             or is out of range.
-        ConfigError: The file cannot be read.
+        ConfigError: The file cannot be read, or is a pipe, a device or a directory.
     """
     problems: list[Problem] = []
     given: dict[str, Given] = {}
@@ -168,6 +169,11 @@ def load(
 
 def _from_file(file: Path, problems: list[Problem]) -> dict[str, Given]:
     try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            # A pipe could be waited for without end, and SIGHUP could not read it again.
+            raise ConfigError(
+                f"configuration file {file} is not a regular file; write the settings to one"
+            )
         with file.open("rb") as stream:
             document = tomllib.load(stream)
     except OSError as error:

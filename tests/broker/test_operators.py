@@ -244,6 +244,18 @@ def test_settings_that_cannot_work_end_the_broker_and_the_check_alike_before_any
     assert not place.exists()
 
 
+@pytest.mark.parametrize("words", ["config-check", "broker --config", "run --config"])
+def test_a_fifo_in_place_of_the_file_is_refused_at_once(words: str, tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    command = [sys.executable, "-P", "-m", "tensorlease.cli", *words.split(), str(fifo)]
+    tail = ["--", "true"] if words.startswith("run") else []
+    done = subprocess.run(
+        [*command, *tail], capture_output=True, text=True, timeout=60, check=False
+    )
+    text = f"error: configuration file {fifo} is not a regular file; write the settings to one\n"
+    assert (done.returncode, done.stderr) == (2, text)
+
+
 def test_settings_that_can_work_are_said_to_and_can_be_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
