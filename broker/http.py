@@ -112,7 +112,8 @@ class HttpPort:
         except OSError as error:
             raise ConfigError(f"http {address!r}: {error.strerror}; take another port") from error
         self._server.pages, self._server.loop = pages, loop
-        self.url = f"http://{host}:{self._server.server_address[1]}"
+        port = self._server.server_address[1]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
         )
@@ -146,6 +147,8 @@ class _Server(ThreadingHTTPServer):
         # The oldest first. With the lock: a connection that is in here has not been closed.
         self._visits: dict[socket.socket, _Visit] = {}
         self._lock = threading.Lock()
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
         super().__init__(address, handler)
 
     def process_request(self, request: object, client_address: object) -> None:

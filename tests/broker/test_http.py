@@ -37,9 +37,14 @@ from .raw_agents import (
 
 
 @pytest.fixture
-def served(url: str) -> Iterator[Threaded]:
+def address() -> str:
+    return "127.0.0.1:0"
+
+
+@pytest.fixture
+def served(url: str, address: str) -> Iterator[Threaded]:
     """A broker with an HTTP port."""
-    made = Threaded(replace(config_for(url), http="127.0.0.1:0"))
+    made = Threaded(replace(config_for(url), http=address))
     yield made
     made.stop()
     if made.error is not None:
@@ -109,6 +114,20 @@ def test_ready_is_who_admits_rounds_and_healthy_who_answers(
     assert get(served, "/readyz") == (200, "ready\n")
     raw().ask(QueryKind.DRAIN)
     assert get(served, "/readyz") == (503, "stopping\n")
+    assert get(served, "/healthz") == (200, "ok\n")
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs the IPv6 loopback")
+@pytest.mark.parametrize("address", ["[::1]:0"])
+def test_the_ipv6_loopback_is_served(served: Threaded) -> None:
     assert get(served, "/healthz") == (200, "ok\n")
 
 
