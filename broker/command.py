@@ -14,9 +14,11 @@ from pathlib import Path
 import click
 
 from ..protocol.errors import ConfigError
-from .config import BrokerConfig, UvloopChoice
+from .config import BrokerConfig
 from .dispatch import Seam
 from .logs import setup_logging
+from .loops import choose_loop
+from .preflight import check_start
 from .server import Broker
 from .settings import SETTINGS, Setting, load, render_toml
 
@@ -62,6 +64,8 @@ def broker(file: Path | None, check_config: bool, print_config: bool, **settings
         return load(file, os.environ, flags)
 
     config = read()
+    if check_config or not print_config:
+        check_start(config, os.environ)
     if print_config:
         click.echo(render_toml(config), nl=False)
     if check_config and not print_config:
@@ -92,25 +96,6 @@ def run(
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(serve())
-
-
-def choose_loop(choice: UvloopChoice) -> Callable[[], asyncio.AbstractEventLoop]:
-    """The factory of the event loop.
-
-    Raises:
-        ConfigError: uvloop is asked for and not installed.
-    """
-    if choice is UvloopChoice.OFF:
-        return asyncio.new_event_loop
-    try:
-        import uvloop
-    except ImportError as error:
-        if choice is UvloopChoice.ON:
-            raise ConfigError(
-                'uvloop = "on", and uvloop is not installed: pip install uvloop, or set "auto"'
-            ) from error
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
 
 
 def kill_seam(text: str) -> Seam | None:

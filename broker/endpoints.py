@@ -33,6 +33,9 @@ from ..protocol.errors import ConfigError
 from .config import BrokerConfig, SocketMode
 from .locks import BrokerLock, PreviousRun, is_at
 
+MAX_GID = 2**32 - 2
+"""The next one means "no group" to the kernel."""
+
 
 class Access(Struct, frozen=True):
     """Who may connect: the owner, and the members of a group if there is one."""
@@ -72,6 +75,8 @@ def access_of(config: BrokerConfig) -> Access:
 
 def _group_id(group: str) -> int:
     if group.isascii() and group.isdigit():
+        if int(group) > MAX_GID:
+            raise ConfigError(f"socket-group = {group!r}: the largest number is {MAX_GID}")
         return int(group)
     try:
         return grp.getgrnam(group).gr_gid
@@ -108,7 +113,8 @@ def _owned_by(directory: str, uid: int) -> bool:
 class SocketPlace:
     """The place of one endpoint: the directory, the lock, the live directory and the socket.
 
-    Call `prepare`, then `bind`, and at the end, after the ZMQ socket was closed, `close`.
+    Call `prepare`, then `bind`, and at the end, after the ZMQ socket was closed, `close`. `check`
+    can be called instead, or before.
     A tcp endpoint has none of these, so that all but `bind` does nothing for it.
     """
 
@@ -119,6 +125,31 @@ class SocketPlace:
         self._lock = BrokerLock(endpoint.lock_path) if endpoint.path else None
         # The bound socket's file, open so that no other file can get its inode number.
         self._bound: int | None = None
+
+    def check(self) -> None:
+        """Refuse what `prepare` would, as far as it shows while nothing is made, taken or asked.
+
+        Who serves the place now is nothing to refuse.
+
+        Raises:
+            EndpointError: The place cannot be used, or is not safe.
+        """
+        if self._lock is None:
+            return
+        directory = self.endpoint.directory
+        try:
+            if os.path.lexists(directory):
+                self._check_directory(directory)
+                self._check_writable(directory)
+                if os.path.lexists(self._lock.path):
+                    self._check_writable(self._lock.path)
+                self._is_socket_there()
+                self._check_live_directory()
+            else:
+                self._check_writable(os.path.dirname(directory))
+            self._check_parents(directory)
+        except OSError as error:
+            raise self._cannot(error) from error
 
     def prepare(self) -> PreviousRun:
         """Make and check the directories and take the lock; nothing that exists is replaced.
@@ -207,6 +238,9 @@ class SocketPlace:
             self._check_directory(directory)
         else:
             _grant(directory, self.access.gid, self.access.directory_mode)
+        self._check_parents(directory)
+
+    def _check_parents(self, directory: str) -> None:
         for parent in PurePosixPath(directory).parents:
             mode = os.stat(parent).st_mode
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -240,13 +274,23 @@ class SocketPlace:
                 f"is closed to socket-group {gid}: chgrp {gid} {directory} && chmod 2750 {directory}"
             )
 
-    def _clear_stale_socket(self) -> None:
-        """Remove what a dead broker left; anything else at the path stays as it is."""
+    def _check_writable(self, path: str) -> None:
+        os.stat(path)
+        wanted = os.W_OK | (os.X_OK if os.path.isdir(path) else os.R_OK)
+        if not os.access(path, wanted, effective_ids=True):
+            uid = self.access.uid
+            raise EndpointError(
+                self.endpoint.url,
+                f"{path} cannot be written by uid {uid}, as which the broker runs",
+            )
+
+    def _is_socket_there(self) -> bool:
+        """Whether there is a socket at the path; raises `EndpointError` if it is anything else."""
         path = self.endpoint.path
         try:
             mode = os.lstat(path).st_mode
         except FileNotFoundError:
-            return
+            return False
         if not stat.S_ISSOCK(mode):
             kind = (
                 "a directory"
@@ -258,6 +302,13 @@ class SocketPlace:
             raise EndpointError(
                 self.endpoint.url, f"there is {kind} at {path}, which is left as it is; remove it"
             )
+        return True
+
+    def _clear_stale_socket(self) -> None:
+        """Remove what a dead broker left; anything else at the path stays as it is."""
+        if not self._is_socket_there():
+            return
+        path = self.endpoint.path
         # The lock is ours, so no broker of this kind listens; another program still may.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
@@ -267,17 +318,22 @@ class SocketPlace:
         elif result != errno.ENOENT:
             raise EndpointError(self.endpoint.url, "another program listens there")
 
-    def _prepare_live_directory(self) -> None:
+    def _check_live_directory(self) -> None:
         directory = self.endpoint.live_directory
-        try:
-            os.mkdir(directory, 0o700)
-        except FileExistsError:
+        with contextlib.suppress(FileNotFoundError):
             status = os.lstat(directory)
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != self.access.uid:
                 raise EndpointError(
                     self.endpoint.url,
                     f"{directory} is not a directory of uid {self.access.uid}; remove it",
-                ) from None
+                )
+
+    def _prepare_live_directory(self) -> None:
+        directory = self.endpoint.live_directory
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            self._check_live_directory()
         _grant(directory, self.access.gid, self.access.live_mode)
 
 

@@ -2,27 +2,39 @@
 
 Off unless `http` is set, and on the loopback alone. It has a thread of its own, which asks the
 broker's loop for each answer: a loop that does not answer is not healthy, and is not waited for.
+
+A connection is for one request, and has one limit for all of it, which no byte renews. Where as many
+are open as may be, the oldest that has not said what it wants makes room: whoever keeps connections
+open keeps nobody away.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from msgspec import Struct
 
 from ..protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .meter import Meter
 
 log = logging.getLogger("tensorlease.broker")
 
 ANSWER_S: Final = 2.0
 """How long the loop may take to answer."""
-IDLE_S: Final = 10.0
-"""How long a connection may say nothing."""
+VISIT_S: Final = 10.0
+"""How long a connection may be open, from its first moment to the last byte of its answer."""
 MAX_CONNECTIONS: Final = 16
 
 TEXT: Final = "text/plain; charset=utf-8"
@@ -64,6 +76,21 @@ def parse_http(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def load_meter(address: str) -> type[Meter]:
+    """What counts for `/metrics`.
+
+    Raises:
+        ConfigError: Its library is not installed.
+    """
+    try:
+        from .meter import Meter
+    except ImportError as error:
+        raise ConfigError(
+            f"http = {address!r} needs prometheus-client: pip install 'tensorlease[broker]'"
+        ) from error
+    return Meter
+
+
 class HttpPort:
     """Serves pages until it is closed.
 
@@ -85,7 +112,8 @@ class HttpPort:
         except OSError as error:
             raise ConfigError(f"http {address!r}: {error.strerror}; take another port") from error
         self._server.pages, self._server.loop = pages, loop
-        self.url = f"http://{host}:{self._server.server_address[1]}"
+        port = self._server.server_address[1]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
         )
@@ -98,25 +126,67 @@ class HttpPort:
         self._thread.join()
 
 
+class _Visit(Struct):
+    """A connection that is open."""
+
+    ends_at: float
+    """On the monotonic clock."""
+    has_asked: bool = False
+    """The head of its request is there."""
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    # With the 5 of its base, a burst of connections has the kernel drop others for a second or more.
+    request_queue_size = 128
     pages: Mapping[str, Page]
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._free = threading.Semaphore(MAX_CONNECTIONS)
+        # The oldest first. With the lock: a connection that is in here has not been closed.
+        self._visits: dict[socket.socket, _Visit] = {}
+        self._lock = threading.Lock()
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
         super().__init__(address, handler)
 
-    def process_request_thread(self, request: object, client_address: object) -> None:
-        """As its base, for so many at a time: nobody can take a thread for each connection."""
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)  # type: ignore[arg-type]
-            return
-        try:
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
-        finally:
-            self._free.release()
+    def process_request(self, request: object, client_address: object) -> None:
+        """As its base; where all places are taken, one is made free."""
+        assert isinstance(request, socket.socket)
+        with self._lock:
+            if len(self._visits) >= MAX_CONNECTIONS:
+                self._hang_up(min(self._visits, key=lambda each: self._visits[each].has_asked))
+            self._visits[request] = _Visit(time.monotonic() + VISIT_S)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Ends, some times a second, the connections whose time is over."""
+        now = time.monotonic()
+        with self._lock:
+            for request in [each for each, visit in self._visits.items() if visit.ends_at <= now]:
+                self._hang_up(request)
+
+    def shutdown_request(self, request: object) -> None:
+        """As its base."""
+        assert isinstance(request, socket.socket)
+        with self._lock:
+            self._visits.pop(request, None)
+        super().shutdown_request(request)
+
+    def note_asked(self, request: socket.socket) -> bool:
+        """Takes in that a request's head is there; returns whether its connection is still open."""
+        with self._lock:
+            visit = self._visits.get(request)
+            if visit is not None:
+                visit.has_asked = True
+            return visit is not None
+
+    def _hang_up(self, request: socket.socket) -> None:
+        """Has the thread of a connection find it ended. The lock must be held."""
+        del self._visits[request]
+        with contextlib.suppress(OSError):  # The other side has left.
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that went away is nothing to log."""
@@ -150,7 +220,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = IDLE_S
     server_version = "tensorlease"
     sys_version = ""
     protocol_version = "HTTP/1.1"
@@ -165,11 +234,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         assert isinstance(self.server, _Server)
+        self.close_connection = True
+        if not self.server.note_asked(self.connection):
+            return  # The head may be cut off.
         answer = self.server.answer(self.path.partition("?")[0])
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.kind)
         self.send_header("Content-Length", str(len(answer.body)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Connection", "close")
         self.end_headers()
         if body:
             self.wfile.write(answer.body)

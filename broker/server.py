@@ -26,13 +26,13 @@ from types import FrameType
 import msgspec
 
 from ..protocol.endpoint import Transport
-from ..protocol.errors import ConfigError, InternalError, TensorleaseError
+from ..protocol.errors import InternalError, TensorleaseError
 from .config import BrokerConfig, OnStuck
 from .credentials import policy_of
 from .descriptors import ensure_descriptors
 from .dispatch import Dispatcher, Seam
 from .endpoints import SocketPlace, access_of, choose_endpoints
-from .http import JSON, METRICS, TEXT, Answer, HttpPort
+from .http import JSON, METRICS, TEXT, Answer, HttpPort, load_meter
 from .ledger import NOBODY, Ledger, Settings
 from .locks import LiveLocks, PreviousRun
 from .logs import RepeatHandler, setup_logging
@@ -179,14 +179,9 @@ class Broker:
         self.started.set()
 
     def _serve_http(self, address: str) -> HttpPort:
-        try:
-            from .meter import Meter
-        except ImportError as error:
-            raise ConfigError(
-                f"http = {address!r} needs prometheus-client: pip install 'tensorlease[broker]'"
-            ) from error
         dispatcher = self._dispatcher
-        meter = dispatcher.meter = Meter(self.ledger.state, dispatcher.counters)
+        meter = load_meter(address)(self.ledger.state, dispatcher.counters)
+        dispatcher.meter = meter
 
         def metrics() -> Answer:
             dispatcher.count()

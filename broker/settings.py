@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,11 @@ class SettingsError(ConfigError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
-        self.problems = tuple(problems)
+        self._problems = tuple(problems)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        return self._problems
 
 
 class Setting(Struct, frozen=True):
@@ -138,7 +143,7 @@ def load(
     Raises:
         SettingsError: Names each key that is unknown (and the nearest known one), has a wrong type
             or is out of range.
-        ConfigError: The file cannot be read.
+        ConfigError: The file cannot be read, or is a pipe, a device or a directory.
     """
     problems: list[Problem] = []
     given: dict[str, Given] = {}
@@ -164,6 +169,11 @@ def load(
 
 def _from_file(file: Path, problems: list[Problem]) -> dict[str, Given]:
     try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            # A pipe could be waited for without end, and SIGHUP could not read it again.
+            raise ConfigError(
+                f"configuration file {file} is not a regular file; write the settings to one"
+            )
         with file.open("rb") as stream:
             document = tomllib.load(stream)
     except OSError as error:

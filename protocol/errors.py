@@ -10,6 +10,11 @@ class TensorleaseError(Exception):
 class ConfigError(TensorleaseError):
     """A setting, an address or a path that cannot work; nothing was started."""
 
+    @property
+    def problems(self) -> tuple[object, ...]:
+        """Each thing that cannot work, to be said in a line of its own."""
+        return (self,)
+
 
 class ProtocolError(TensorleaseError):
     """Bytes or a message that break the protocol; the message names the field."""

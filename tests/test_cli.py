@@ -181,8 +181,12 @@ def test_every_command_of_the_table_loads(name: str) -> None:
 
 
 def run_process(program: str) -> subprocess.CompletedProcess[str]:
+    return run_words(sys.executable, "-P", "-c", program)
+
+
+def run_words(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-c", program],
+        words,
         capture_output=True,
         text=True,
         timeout=60,
@@ -207,6 +211,70 @@ def test_a_reader_that_leaves_early_causes_no_traceback() -> None:
         "from tensorlease.cli import main; sys.exit(main(['--help']))"
     )
     assert (done.returncode, done.stderr) == (1, "")
+
+
+FULL = "error: cannot write to stdout: No space left on device\n"
+
+
+PYTHONS = pytest.mark.parametrize(
+    "python", [["-P", "-E"], ["-P", "-u"]], ids=["buffered", "unbuffered"]
+)
+
+
+@PYTHONS
+@pytest.mark.parametrize(
+    "words", ["--version", "--help", "status --help", "broker --print-config", "drain --help"]
+)
+def test_a_full_disk_is_one_line_and_1(words: str, python: list[str]) -> None:
+    command = [sys.executable, *python, "-m", "tensorlease.cli", *words.split()]
+    done = run_words("sh", "-c", 'exec "$@" >/dev/full', "sh", *command)
+    assert (done.returncode, done.stderr) == (1, FULL)
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        "print('x')",
+        "sys.stdout.buffer.write(b'x')",
+        "rich.print('x')",
+        "print('x', end=''); raise NoBrokerError('none')",
+    ],
+)
+def test_a_full_disk_is_told_however_it_is_written_to(writes: str) -> None:
+    done = run_process(
+        "import os, sys, rich\n"
+        "from tensorlease import cli\n"
+        "from tensorlease.protocol.errors import NoBrokerError\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+        f"def command(words): {writes}\n"
+        "cli._run = command; sys.exit(cli.main([]))"
+    )
+    said = "error: none\n" if "raise" in writes else ""
+    assert (done.returncode, done.stderr) == (1, said + FULL)
+
+
+def test_other_files_that_cannot_be_written_are_not_taken_for_stdout() -> None:
+    done = run_process(
+        "import sys\n"
+        "from tensorlease import cli\n"
+        "def command(words): open('/dev/full', 'wb', buffering=0).write(b'x')\n"
+        "cli._run = command; sys.exit(cli.main([]))"
+    )
+    assert "cannot write to stdout" not in done.stderr
+    assert done.stderr.endswith("OSError: [Errno 28] No space left on device\n")
+
+
+@PYTHONS
+@pytest.mark.parametrize(("closed", "code"), [(">&-", 0), (">/dev/full 2>/dev/full", 1)])
+def test_where_nothing_can_be_said_the_exit_code_remains(
+    closed: str, code: int, python: list[str]
+) -> None:
+    status = "import sys; print(sys.stdout.isatty())"
+    program = f"from tensorlease import cli; cli._run = lambda words: exec({status!r})"
+    call = "import sys; sys.exit(cli.main([]))"
+    command = [sys.executable, *python, "-c", f"{program}; {call}"]
+    done = run_words("sh", "-c", f'exec "$@" {closed}', "sh", *command)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 def test_the_shells_completion_knows_the_commands_and_imports_none() -> None:

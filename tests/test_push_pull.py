@@ -452,6 +452,29 @@ def test_a_round_that_is_void_is_told_of_and_the_next_one_is_taken(
     assert os.listdir(output) == ["version-2"]
 
 
+def pull_to_a_full_disk(said: Path, *words: str) -> int:
+    """In a child, whose stdout and stderr become files."""
+    for path, number in (("/dev/full", 1), (said, 2)):
+        with open(path, "w") as file:
+            os.dup2(file.fileno(), number)
+    return cli.main(["pull", *words])
+
+
+def test_a_version_that_pull_cannot_tell_of_is_taken_all_the_same(
+    spawn: Spawn, broker: Threaded, model: Path, tmp_path: Path
+) -> None:
+    said, output = tmp_path / "said", tmp_path / "out"
+    words = (f"--output={output}", "--replica=a", f"--timeout={DEADLINE_S}")
+    worker = spawn(pull_to_a_full_disk, said, *words)
+    assert cli.main(["push", str(model)]) == 0
+    assert worker.result(DEADLINE_S) == 1
+    assert said.read_text().splitlines() == [
+        "a waits for versions of default",
+        "error: cannot write to stdout: No space left on device",
+    ]
+    assert os.listdir(output) == ["version-1"]
+
+
 def test_pull_ends_when_no_version_comes_in_time(
     broker: Threaded, capsys: pytest.CaptureFixture[str]
 ) -> None:

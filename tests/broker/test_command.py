@@ -13,6 +13,7 @@ import uvloop
 from tensorlease import cli
 from tensorlease.broker import command
 from tensorlease.broker.config import UvloopChoice
+from tensorlease.broker.loops import choose_loop
 from tensorlease.broker.settings import SETTINGS, load
 from tensorlease.protocol import messages as m
 from tensorlease.protocol.errors import ConfigError
@@ -50,12 +51,12 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_loop_is_uvloops_where_it_is_installed_and_not_switched_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert command.choose_loop(UvloopChoice.AUTO) is uvloop.new_event_loop
-    assert command.choose_loop(UvloopChoice.OFF) is asyncio.new_event_loop
+    assert choose_loop(UvloopChoice.AUTO) is uvloop.new_event_loop
+    assert choose_loop(UvloopChoice.OFF) is asyncio.new_event_loop
     monkeypatch.setitem(sys.modules, "uvloop", None)
-    assert command.choose_loop(UvloopChoice.AUTO) is asyncio.new_event_loop
+    assert choose_loop(UvloopChoice.AUTO) is asyncio.new_event_loop
     with pytest.raises(ConfigError, match="pip install uvloop"):
-        command.choose_loop(UvloopChoice.ON)
+        choose_loop(UvloopChoice.ON)
 
 
 def test_a_seam_for_fault_tests_is_made_of_three_words_only() -> None:

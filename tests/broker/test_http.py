@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tensorlease.broker.http import ANSWER_S, parse_http
+from tensorlease.broker import http as served_http
+from tensorlease.broker.http import ANSWER_S, MAX_CONNECTIONS, parse_http
 from tensorlease.broker.meter import MAX_CHANNELS, Meter
 from tensorlease.broker.queries import Counters, Status
 from tensorlease.broker.settings import SettingsError, load
@@ -21,13 +25,26 @@ from tensorlease.protocol import messages as m
 from tensorlease.protocol.errors import ConfigError
 from tensorlease.protocol.records import QueryKind, Terms
 
-from .raw_agents import Raw, Threaded, config_for, trainer_hello, worker_hello
+from .raw_agents import (
+    DEADLINE_S,
+    Raw,
+    Threaded,
+    config_for,
+    eventually,
+    trainer_hello,
+    worker_hello,
+)
 
 
 @pytest.fixture
-def served(url: str) -> Iterator[Threaded]:
+def address() -> str:
+    return "127.0.0.1:0"
+
+
+@pytest.fixture
+def served(url: str, address: str) -> Iterator[Threaded]:
     """A broker with an HTTP port."""
-    made = Threaded(replace(config_for(url), http="127.0.0.1:0"))
+    made = Threaded(replace(config_for(url), http=address))
     yield made
     made.stop()
     if made.error is not None:
@@ -100,6 +117,20 @@ def test_ready_is_who_admits_rounds_and_healthy_who_answers(
     assert get(served, "/healthz") == (200, "ok\n")
 
 
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs the IPv6 loopback")
+@pytest.mark.parametrize("address", ["[::1]:0"])
+def test_the_ipv6_loopback_is_served(served: Threaded) -> None:
+    assert get(served, "/healthz") == (200, "ok\n")
+
+
 def test_a_loop_that_does_not_answer_is_not_healthy(served: Threaded) -> None:
     go_on = threading.Event()
     served.call(lambda: go_on.wait(ANSWER_S + 5))
@@ -118,16 +149,95 @@ def test_other_pages_and_methods_are_refused(served: Threaded) -> None:
     assert get(served, "/healthz", "HEAD") == (200, "")
 
 
-def test_rubbish_and_silent_connections_stop_nobody(served: Threaded) -> None:
+def address_of(served: Threaded) -> tuple[str, int]:
     port = served.broker._http
     assert port is not None
-    address = ("127.0.0.1", int(port.url.rpartition(":")[2]))
-    silent = [socket.create_connection(address) for _ in range(8)]
-    with socket.create_connection(address) as rubbish:
-        rubbish.sendall(b"\x00\xff" * 1000 + b"\r\n\r\n")
-    assert get(served, "/healthz")[0] == 200
-    for each in silent:
-        each.close()
+    return "127.0.0.1", int(port.url.rpartition(":")[2])
+
+
+def connections(stack: contextlib.ExitStack, served: Threaded, count: int) -> list[socket.socket]:
+    """Connections that stay open, of which each second one has begun a request."""
+    made = [
+        stack.enter_context(socket.create_connection(address_of(served), DEADLINE_S))
+        for _ in range(count)
+    ]
+    for each in made[::2]:
+        each.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+    return made
+
+
+def trickle(connection: socket.socket) -> bool:
+    """Sends one byte more of a header; returns whether the connection is still open."""
+    connection.settimeout(0.02)
+    try:
+        connection.sendall(b"x")
+        return connection.recv(1) != b""
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def test_rubbish_and_silent_connections_stop_nobody(served: Threaded) -> None:
+    with contextlib.ExitStack() as stack:
+        connections(stack, served, 8)
+        with socket.create_connection(address_of(served)) as rubbish:
+            rubbish.sendall(b"\x00\xff" * 1000 + b"\r\n\r\n")
+        assert get(served, "/healthz")[0] == 200
+
+
+def test_more_connections_than_there_may_be_that_trickle_or_are_silent_keep_nobody_away(
+    served: Threaded,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        made = connections(stack, served, 2 * MAX_CONNECTIONS)
+        for _ in range(3):
+            assert get(served, "/healthz") == (200, "ok\n")
+        # The oldest have made room, for each other and for those who asked.
+        assert not any(trickle(each) for each in made[:MAX_CONNECTIONS])
+        assert trickle(made[-2])
+        assert trickle(made[-1])
+
+
+def test_a_byte_now_and_then_does_not_keep_a_connection_open(
+    served: Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_http, "VISIT_S", 0.5)
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        trickling, silent = connections(stack, served, 2)
+        eventually(lambda: not trickle(trickling))
+        assert time.monotonic() - began >= 0.5
+        assert silent.recv(1) == b""
+
+
+def test_who_has_asked_is_answered_however_many_come_after(
+    served: Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_http, "ANSWER_S", DEADLINE_S)
+    monkeypatch.setattr(served_http, "VISIT_S", DEADLINE_S)
+    go_on = threading.Event()
+    port = served.broker._http
+    assert port is not None
+    server = port._server
+    served.call(lambda: go_on.wait(DEADLINE_S))
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        try:
+            asked = pool.submit(get, served, "/healthz")
+            eventually(lambda: any(visit.has_asked for visit in server._visits.values()))
+            made = connections(stack, served, 2 * MAX_CONNECTIONS)
+            eventually(lambda: not trickle(made[0]))
+        finally:
+            go_on.set()
+        assert asked.result(DEADLINE_S) == (200, "ok\n")
+
+
+def test_a_connection_is_for_one_request(served: Threaded) -> None:
+    with socket.create_connection(address_of(served), DEADLINE_S) as asking:
+        asking.sendall(2 * b"GET /healthz HTTP/1.1\r\n\r\n")
+        said = b"".join(iter(lambda: asking.recv(4096), b""))
+    assert said.startswith(b"HTTP/1.1 200 ") and b"\r\nConnection: close\r\n" in said
+    assert said.endswith(b"\r\n\r\nok\n") and said.count(b"HTTP/1.1") == 1
 
 
 def test_an_address_that_is_taken_is_an_error_with_the_way_out(url: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +154,41 @@ def test_nothing_makes_a_broker_that_was_told_to_end_admit_rounds_again(
     assert trainer.receive(m.Finished).result.outcome is Outcome.COMMITTED
 
 
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def closed_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [(full_disk, "error: cannot write to stdout: No space left on device\n"), (closed_pipe, "")],
+)
+def test_what_a_broker_said_and_nobody_can_read_is_one_line_or_none(
+    output: Callable[[], int], says: str, url: str, agents: Agents
+) -> None:
+    trainer, worker, group = agents
+    open_round(trainer, worker)
+    complete_round(trainer, worker, group)
+    for words in ("status", "status --json", "story policy 1", "top --once", "top", "drain --json"):
+        command = [sys.executable, "-P", "-m", "tensorlease.cli", *words.split()]
+        stdout = output()
+        done = subprocess.run(
+            [*command, "--endpoint", url],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        os.close(stdout)
+        assert (words, done.returncode, done.stderr) == (words, 1, says)
+
+
 # ---------------------------------------------------------------- settings
 
 WRONG = [
@@ -204,6 +242,18 @@ def test_settings_that_cannot_work_end_the_broker_and_the_check_alike_before_any
     (message,) = said
     assert [word for word in words if word not in message] == []
     assert not place.exists()
+
+
+@pytest.mark.parametrize("words", ["config-check", "broker --config", "run --config"])
+def test_a_fifo_in_place_of_the_file_is_refused_at_once(words: str, tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    command = [sys.executable, "-P", "-m", "tensorlease.cli", *words.split(), str(fifo)]
+    tail = ["--", "true"] if words.startswith("run") else []
+    done = subprocess.run(
+        [*command, *tail], capture_output=True, text=True, timeout=60, check=False
+    )
+    text = f"error: configuration file {fifo} is not a regular file; write the settings to one\n"
+    assert (done.returncode, done.stderr) == (2, text)
 
 
 def test_settings_that_can_work_are_said_to_and_can_be_printed(

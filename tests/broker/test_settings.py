@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -50,6 +51,31 @@ def test_a_file_that_is_not_toml_is_an_error_with_its_path(tmp_path: Path, conte
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"broker\.toml is not TOML"):
         load(file, {})
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    reader, writer = os.pipe()
+    try:
+        for path in (
+            tmp_path / "fifo",
+            tmp_path / "link",
+            tmp_path,
+            Path("/dev/zero"),
+            Path("/dev/null"),
+            Path(f"/dev/fd/{reader}"),
+        ):
+            with pytest.raises(ConfigError, match=rf"{path} is not a regular file; write"):
+                load(path, {})
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(write(tmp_path, "on-stuck = 'kill'"))
+    assert load(tmp_path / "link", {}).on_stuck is OnStuck.KILL
 
 
 def test_variables_that_agents_read_are_not_settings() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from tensorlease.broker.preflight import check_start
 from tensorlease.broker.settings import load, render_toml
 
 
@@ -14,12 +15,14 @@ from tensorlease.broker.settings import load, render_toml
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False), required=False)
 @click.option("--print", "print_config", is_flag=True, help="Print what would be in effect.")
 def config_check(file: Path | None, print_config: bool) -> None:
-    """Say whether the settings of a FILE (TOML) and of the environment can work.
+    """Say whether a broker could start here with the settings of a FILE (TOML) and the environment.
 
-    Every one that cannot is named, with what is allowed, and the exit code is 2. Nothing is bound
-    or changed, and no broker needs to run.
+    Every one that cannot work is named in a line, with what is allowed, and the exit code is 2.
+    Nothing is bound or changed; a broker may run. Whose directories, groups and limits are looked
+    at is this process's: call it as the broker's user.
     """
     config = load(file, os.environ)
+    check_start(config, os.environ)
     click.echo(
         render_toml(config) if print_config else "the settings can work", nl=not print_config
     )

@@ -161,7 +161,7 @@ class Arrivals:
         self, worker: WorkerAgent, output: Path | None, most: int, names: bool, as_json: bool
     ) -> None:
         self.count = 0
-        self.failure: OutputError | None = None
+        self.failure: Exception | None = None
         self._worker = worker
         self._output = output
         self._most = most
@@ -196,7 +196,10 @@ class Arrivals:
             with self._failing():
                 self._files.finish()
         self.count += 1
-        self._show(round.version)
+        try:
+            self._show(round.version)
+        except Exception as error:  # noqa: BLE001 - the version came, whoever can be told of it
+            self.failure = error
 
     def abort(self, round: RoundInfo, reason: str, torn: bool) -> None:
         """The round did not commit."""

@@ -18,8 +18,8 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from tensorlease.broker.command import choose_loop
 from tensorlease.broker.config import UvloopChoice
+from tensorlease.broker.loops import choose_loop
 
 DRAIN_BUDGET = 256
 _NOW = int(zmq.NOBLOCK)
