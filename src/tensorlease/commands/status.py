@@ -46,9 +46,13 @@ def status(endpoint: str, job: str, timeout_s: float, as_json: bool, exit_code: 
     if as_json:
         click.echo(body)
     else:
-        # In a pipe or a file lines are as long as they are.
-        show(seen, Console() if sys.stdout.isatty() else Console(width=UNBOUNDED))
+        show(seen, console_of_output())
     return NEEDS_A_LOOK if exit_code and concerns(seen) else 0
+
+
+def console_of_output() -> Console:
+    """What prints on stdout; in a pipe or a file lines are as long as they are."""
+    return Console() if sys.stdout.isatty() else Console(width=UNBOUNDED)
 
 
 def show(seen: Status, console: Console) -> None:
