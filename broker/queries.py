@@ -35,6 +35,8 @@ MAX_ENDED = 5
 """Ended rounds that a channel's status names."""
 RATE_S = 10.0
 """What rates are averaged over."""
+DOCTOR_CHANNEL = "tensorlease-doctor"
+"""The channel of the round trips of `tensorlease doctor`: no status shows it once they have left."""
 
 
 class Counters(Struct):
@@ -241,7 +243,9 @@ def status(
         recovering_s=0.0 if until is None else max(0.0, until - now),
         expected=sorted(state.expected),
         agents=len(state.peers),
-        channels=[_channel(state, c, now) for _, c in sorted(state.channels.items())],
+        channels=[
+            _channel(state, c, now) for _, c in sorted(state.channels.items()) if _is_shown(c)
+        ],
         mappings=[
             MappingStatus(trainer, len(buffers), sorted(set().union(*buffers.values())))
             for trainer, buffers in sorted(state.mappings.items())
@@ -249,6 +253,11 @@ def status(
         counters=counters or Counters(),
         limits=limits or Limits(),
     )
+
+
+def _is_shown(channel: Channel) -> bool:
+    in_use = channel.group or channel.replicas or channel.rounds
+    return bool(in_use) or channel.name != DOCTOR_CHANNEL
 
 
 def _channel(state: State, channel: Channel, now: float) -> ChannelStatus:

@@ -86,6 +86,16 @@ def test_the_story_of_an_ended_round_tells_all_in_order(ledger: Ledger) -> None:
     assert [at for at, _ in lines] == sorted(at for at, _ in lines)
 
 
+def test_the_channel_of_doctor_is_shown_only_while_somebody_is_there() -> None:
+    ledger = Ledger("e" * 16, Settings(), now=100.0)
+    hello = msgspec.structs.replace(worker_hello(instance=WORKER), channel=queries.DOCTOR_CHANNEL)
+    ledger.hello(hello, 100.0)
+    (channel,) = queries.status(ledger.state, 101.0).channels
+    assert channel.name == queries.DOCTOR_CHANNEL
+    ledger.message(WORKER, m.Bye(1), b"", 102.0)
+    assert queries.status(ledger.state, 103.0).channels == []
+
+
 def test_what_a_round_needs_as_proof_is_named(ledger: Ledger) -> None:
     assert queries.named_in_rounds(ledger.state) == {WORKER}
 
