@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
-from ..protocol.records import Outcome
+from ..protocol.records import Fate, Outcome, RoundResult
 from .config import Limits
 from .critical_path import sentence
 from .ledger.admission import lacks_source
@@ -153,6 +153,8 @@ class EndedStatus(Struct):
     """Of its batches."""
     summary: str
     """What it took its time for."""
+    behind: list[str] = []
+    """Replicas that it left without its version, are here still, and are not at it by now."""
 
 
 class ChannelStatus(Struct):
@@ -290,13 +292,13 @@ def _channel(state: State, channel: Channel, now: float) -> ChannelStatus:
         ),
         list(_replicas(state, channel, now)),
         [_round(state, rnd, now) for rnd in sorted(rounds, key=lambda rnd: rnd.arrival)],
-        [_ended(rnd, now) for rnd in reversed(ended[-MAX_ENDED:])],
+        [_ended(state, channel, rnd, now) for rnd in reversed(ended[-MAX_ENDED:])],
         rounds_per_s,
         bytes_per_s,
     )
 
 
-def _ended(rnd: Round, now: float) -> EndedStatus:
+def _ended(state: State, channel: Channel, rnd: Round, now: float) -> EndedStatus:
     result = rnd.result
     assert result is not None
     return EndedStatus(
@@ -308,7 +310,20 @@ def _ended(rnd: Round, now: float) -> EndedStatus:
         max(0.0, rnd.finished_at - rnd.opened_at),
         result.nbytes,
         sentence(rnd, now),
+        sorted(_behind(Book(state), channel, result)),
     )
+
+
+def _behind(book: Book, channel: Channel, result: RoundResult) -> Iterator[str]:
+    """What another process has joined as, under the same name, is another replica."""
+    were = {receiver.instance for receiver in result.receivers}
+    for missed in result.replicas:
+        replica = channel.replicas.get(missed.replica)
+        if missed.fate is Fate.COMMITTED or replica is None:
+            continue
+        same = missed.fate is Fate.UNSERVED or not were.isdisjoint(replica.members.values())
+        if same and book.current(channel, replica)[0] < result.version:
+            yield replica.name
 
 
 def _rates(ended: list[Round], now: float) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import pytest
 from tensorlease import cli
 from tensorlease.broker.settings import load
 from tensorlease.protocol import messages as m
-from tensorlease.protocol.records import Outcome, QueryKind, Terms
+from tensorlease.protocol.records import Code, Outcome, QueryKind, Terms
 
 from .raw_agents import Raw, Threaded, eventually, trainer_hello, worker_hello
 
@@ -60,6 +60,32 @@ def test_the_exit_code_of_status_says_whether_something_needs_a_look(
     (seen,) = msgspec.json.decode(capsys.readouterr().out)["channels"]
     assert seen["ended"][0]["summary"].startswith("round 1 ")
     assert cli.main(["status", "--endpoint", url]) == 0  # It was not asked.
+
+
+def test_after_a_mixed_round_the_exit_code_is_one_only_as_long_as_who_failed_is_there(
+    url: str, agents: Agents, raw: Callable[[], Raw], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["status", "--exit-code", "--endpoint", url]
+    trainer, worker, group = agents
+    other = raw()
+    other.join(worker_hello("r1"))
+    open_round(trainer, worker)
+    other.receive(m.Deliver)
+    other.send(m.Reject(1, group, 1, Code.PREPARE_FAILED, "no room"))
+    other.send(m.Drained(1, group, 1, torn=False))
+    other.beat()
+    worker.send(m.Staged(1, group, 1, 0, 0, vote=True))
+    worker.receive(m.Commit)
+    worker.send(m.Committed(1, group, 1, True))
+    assert trainer.receive(m.Finished).result.outcome is Outcome.MIXED
+    assert cli.main(words) == 1
+    shown = capsys.readouterr().out
+    assert "look: channel policy: the last round, of version 1, ended mixed: replica r1" in shown
+    other.send(m.Bye(1))
+    other.receive(m.ByeOk)
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "look:" not in shown and "round 1 ended mixed" in shown
 
 
 def test_the_help_of_status_says_what_needs_a_look(capsys: pytest.CaptureFixture[str]) -> None:
