@@ -186,6 +186,7 @@ class Status(Struct):
 
     epoch: str
     stopping: bool
+    """No round is admitted: it is drained, or ending."""
     recovering_s: float
     """How long it still listens for announcements after a restart; 0: it does not."""
     expected: list[str]
@@ -196,6 +197,10 @@ class Status(Struct):
     counters: Counters
     limits: Limits = Limits()
     """What it takes on, under the names of its settings."""
+    drained: bool = False
+    """It was asked to admit no round, and admits some again when it is asked to."""
+    ending: bool = False
+    """It was told to end, and ends when the rounds under way have."""
 
 
 def encode(answer: Status | Story) -> bytes:
@@ -228,7 +233,12 @@ def named_in_rounds(state: State) -> set[str]:
 
 
 def status(
-    state: State, now: float, counters: Counters | None = None, limits: Limits | None = None
+    state: State,
+    now: float,
+    counters: Counters | None = None,
+    limits: Limits | None = None,
+    *,
+    ending: bool = False,
 ) -> Status:
     """What the broker holds.
 
@@ -237,6 +247,7 @@ def status(
         now: Monotonic seconds.
         counters: The shell's own.
         limits: What the broker takes on.
+        ending: Whether it was told to end.
     """
     until = state.recovering_until
     return Status(
@@ -254,6 +265,8 @@ def status(
         ],
         counters=counters or Counters(),
         limits=limits or Limits(),
+        drained=state.stopping and not ending,
+        ending=ending,
     )
 
 

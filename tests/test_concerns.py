@@ -64,6 +64,8 @@ def test_where_all_is_well_nothing_needs_a_look() -> None:
     ("seen", "words"),
     [
         (status(stopping=True), ["admits no round"]),
+        (status(stopping=True, drained=True), ["is drained: ", "`tensorlease drain --undo`"]),
+        (status(stopping=True, ending=True), ["was told to end: it admits no round"]),
         (status(recovering_s=4.2, expected=["x"]), ["restarted", "4.2 s more for 1 agents"]),
         (
             status(channel(rounds=[rnd(leases=[STUCK])])),

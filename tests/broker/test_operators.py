@@ -57,7 +57,9 @@ def test_the_exit_code_of_status_says_whether_something_needs_a_look(
     assert "look: channel policy: replica r0 is torn" in shown
     assert "round 1 failed after" in shown
     assert cli.main([*words, "--json"]) == 1
-    (seen,) = msgspec.json.decode(capsys.readouterr().out)["channels"]
+    answer = msgspec.json.decode(capsys.readouterr().out)
+    assert any(line.startswith("channel policy: replica r0 is torn") for line in answer["look"])
+    (seen,) = answer["channels"]
     assert seen["ended"][0]["summary"].startswith("round 1 ")
     assert cli.main(["status", "--endpoint", url]) == 0  # It was not asked.
 
@@ -159,6 +161,9 @@ def test_a_drain_that_reaches_its_limit_names_what_is_under_way_and_stays_in_eff
     assert "still under way after 0.1 s: channel policy: version 1" in said
     assert "r0/0 (pid" in said and "drain --undo" in said
     assert worker.status().stopping
+    assert (worker.status().drained, worker.status().ending) == (True, False)
+    assert cli.main(["status", "--endpoint", url]) == 0
+    assert "look: the broker is drained: " in capsys.readouterr().out
 
 
 def test_nothing_makes_a_broker_that_was_told_to_end_admit_rounds_again(
@@ -168,6 +173,10 @@ def test_nothing_makes_a_broker_that_was_told_to_end_admit_rounds_again(
     open_round(trainer, worker)
     threaded.call(threaded.broker.stop)
     eventually(lambda: worker.status().stopping)
+    assert (worker.status().drained, worker.status().ending) == (False, True)
+    assert cli.main(["status", "--endpoint", url, "--json"]) == 0
+    (line,) = msgspec.json.decode(capsys.readouterr().out)["look"]
+    assert line.startswith("the broker was told to end: ")
     assert cli.main(["drain", "--undo", "--endpoint", url]) == 1
     assert "was told to end" in capsys.readouterr().err
     assert worker.ask(QueryKind.STATUS)[0].code is None and worker.status().stopping

@@ -20,8 +20,12 @@ CONDITIONS = (
 def concerns(seen: Status) -> list[str]:
     """A line for each thing that needs a look, the most pressing first; none: all is well."""
     found = [line for channel in seen.channels for line in _stuck(channel)]
-    if seen.stopping:
-        found.append("the broker admits no round: it is drained, or about to end")
+    if seen.ending:
+        found.append(
+            "the broker was told to end: it admits no round, and ends when those under way have ended"
+        )
+    elif seen.stopping:
+        found.append("the broker is drained: it admits no round until `tensorlease drain --undo`")
     if seen.recovering_s:
         found.append(
             f"the broker was restarted and waits {seen.recovering_s:.1f} s more for"

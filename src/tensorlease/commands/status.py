@@ -44,7 +44,9 @@ def status(endpoint: str, job: str, timeout_s: float, as_json: bool, exit_code: 
         raise
     seen = msgspec.json.decode(body, type=Status)
     if as_json:
-        click.echo(body)
+        # Beside whatever else it says, which a newer broker may know more of.
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        click.echo(msgspec.json.encode({**fields, "look": concerns(seen)}))
     else:
         show(seen, console_of_output())
     return NEEDS_A_LOOK if exit_code and concerns(seen) else 0
