@@ -122,6 +122,27 @@ def test_a_story_ends_with_a_sentence_that_names_the_critical_path(
     assert sum(times.values()) == pytest.approx(whole)
 
 
+def test_a_story_that_the_broker_does_not_have_is_refused_with_those_that_it_has(
+    url: str, agents: Agents, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, worker, group = agents
+
+    def refused(channel: str, version: int) -> str:
+        assert cli.main(["story", channel, str(version), "--endpoint", url]) == 1
+        return capsys.readouterr().err
+
+    assert "version 1 of channel 'policy', nor for any other of it" in refused("policy", 1)
+    for call in range(1, 35):
+        open_round(trainer, worker, call)
+        complete_round(trainer, worker, group, call)
+    said = refused("policy", 1)
+    # The last one is not among the 32 before the trainer has opened another.
+    assert "no round for version 1 of channel 'policy'; it has versions 2 to 34; " in said
+    assert "the last 32 of a channel" in said and "older ones are forgotten" in said
+    assert "it has versions 2 to 34" in refused("policy", 35)
+    assert "channel 'polcy', nor for any other of it" in refused("polcy", 3)
+
+
 def test_a_drain_waits_for_the_round_under_way_and_the_next_is_admitted_after_its_undoing(
     url: str, agents: Agents, raw: Callable[[], Raw], capsys: pytest.CaptureFixture[str]
 ) -> None:
