@@ -11,6 +11,7 @@ from .trainer_core import Call
 
 MAX_SHOWN: Final = 8
 """Replicas that are ready and named."""
+WHICH: Final = "a trainer is not told which: `tensorlease status` says whom the round waits for"
 
 
 def describe_replicas(states: Iterable[ReplicaState]) -> str:
@@ -20,22 +21,30 @@ def describe_replicas(states: Iterable[ReplicaState]) -> str:
     return "; ".join(texts) or "no worker has joined the channel"
 
 
-def readers(call: Call, handle: RoundHandle | None) -> list[ReceiverId]:
-    """Returns who may still read a round's batches, as far as its trainer can know.
+def readers(
+    call: Call, handle: RoundHandle | None, states: Iterable[ReplicaState]
+) -> list[ReceiverId]:
+    """Returns from whom something may be missing, as far as a round's trainer can know.
 
-    Who has run its commit hook had taken in everything before.
+    It is not told who has voted or staged. Who has run its commit hook had taken in everything
+    before: that is in the result, and at times in what is told of the replicas (`states`) earlier.
     """
     result = None if handle is None else handle.finished.reached
-    if result is None:
-        return list(call.receivers or [])
-    done = {
-        (outcome.name, outcome.pid)
-        for outcome in result.receivers.values()
-        if outcome.fate in (Fate.COMMITTED, Fate.TORN, Fate.LOST)
-    }
-    every = list(call.receivers or [])
-    left = [r for r in every if (f"{r.replica}/{r.member}", r.processes[0].pid) not in done]
-    return left or every
+    done = (
+        set()
+        if result is None
+        else {
+            (outcome.name, outcome.pid)
+            for outcome in result.receivers.values()
+            if outcome.fate in (Fate.COMMITTED, Fate.TORN, Fate.LOST)
+        }
+    )
+    at_it = {state.replica for state in states if state.current == call.terms.version}
+    return [
+        r
+        for r in call.receivers or []
+        if (f"{r.replica}/{r.member}", r.processes[0].pid) not in done and r.replica not in at_it
+    ]
 
 
 def too_few(states: Iterable[ReplicaState], least: int, of: str, after: str) -> str:
@@ -63,16 +72,24 @@ def too_few(states: Iterable[ReplicaState], least: int, of: str, after: str) -> 
 
 def describe_call(call: Call | None, handle: RoundHandle, states: Iterable[ReplicaState]) -> str:
     """Says whom a round waits for; `call`: None where it is not known any more."""
+    states = list(states)
     if call is None or (call.receivers is None and not call.ended):
         return f"not admitted yet; replicas: {describe_replicas(states)}"
-    left = readers(call, handle)
-    names = ", ".join(f"{r.replica}/{r.member} (pid {r.processes[0].pid})" for r in left)
     if handle.stuck:
         return ", ".join(
             f"{h.replica}/{h.member} (pid {h.pid}) is silent and keeps its lease"
             for h in handle.stuck
         )
+    left = readers(call, handle, states)
+    names = ", ".join(f"{r.replica}/{r.member} (pid {r.processes[0].pid})" for r in left)
+    several = len(left) > 1
     if out := [str(seq) for seq, lease in call.leases.items() if not lease.released]:
-        which = "" if len(left) == 1 else "all of "
-        return f"batch {', '.join(out)} is not released by {which}{names or 'its receivers'}"
-    return f"not all of {names or 'its receivers'} have voted and committed"
+        by = f"{'at least one of ' if several else ''}{names or 'all of its receivers'}"
+        text = f"batch {', '.join(out)} is not released by {by}"
+    elif several:
+        text = f"at least one of {names} has not voted or not committed"
+    else:
+        text = (
+            f"{names or 'the broker'} has not {'voted or not committed' if names else 'ended it'}"
+        )
+    return f"{text} ({WHICH})" if several else text

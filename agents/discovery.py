@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import Mapping
 
-from ..protocol.endpoint import ENDPOINT_VARIABLE, Endpoint, Transport, candidates
+from ..protocol.endpoint import ENDPOINT_VARIABLE, JOB_VARIABLE, Endpoint, Transport, candidates
 from ..protocol.errors import NoBrokerError
 
 PROBE_TIMEOUT_S = 1.0
@@ -17,6 +17,13 @@ PROBE_TIMEOUT_S = 1.0
 DENIED = os.strerror(errno.EACCES).lower()
 REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 """What a reason contains that says so."""
+NO_SOCKET = "and no socket; the address names the broker's socket itself"
+ANOTHER_USER = "another user"
+"""What a reason ends with where no broker of this user can be started either."""
+DENIED_WAY_OUT = (
+    "where permission is denied, run as the broker's user, or have its operator set socket-group to"
+    " a group of yours"
+)
 
 
 def find_broker(
@@ -47,22 +54,26 @@ def find_broker(
         if not reason:
             return place
         reasons.append(f"{place}: {reason}")
-    named = explicit or environ.get(ENDPOINT_VARIABLE)
-    by = f" (of ${ENDPOINT_VARIABLE})" if named and not explicit else ""
+    variable = "" if explicit or not environ.get(ENDPOINT_VARIABLE) else ENDPOINT_VARIABLE
+    beside = ", beside which a job does not count" if job else ""
+    by = f" (of ${variable}{beside})" if variable else ""
     denied = [reason for reason in reasons if DENIED in reason]
-    # Also read well where the lines are put together.
+    # Also reads well where the lines are put together.
     where = ",\n  nor at ".join(reasons)
-    lines = [f"no broker answers at {where}{by};"]
-    if denied:
-        lines.append(
-            "where permission is denied, run as the broker's user, or have its operator set"
-            " socket-group to a group of yours;"
-        )
-    if len(denied) < len(reasons):
-        there = f" --endpoint {shlex.quote(str(places[0]))}" if named else ""
-        lines.append("run this program by `tensorlease run -- COMMAND`, or start a broker by")
-        lines.append(f"  tensorlease broker{there}")
-    raise NotFoundError("\n".join(lines).removesuffix(";"), hopeless=len(denied) == len(reasons))
+    start = "tensorlease broker"
+    if explicit or variable:
+        start += f" --endpoint {shlex.quote(str(places[0]))}"
+    elif job := job or environ.get(JOB_VARIABLE, ""):
+        start += f" --job {shlex.quote(job)}"
+    no_place = (NO_SOCKET, ANOTHER_USER)
+    usable = any(not text.endswith(no_place) for text in reasons if text not in denied)
+    raise NotFoundError(
+        f"no broker answers at {where}{by}",
+        DENIED_WAY_OUT if denied else "",
+        start if usable else "",
+        variable,
+        hopeless=len(denied) == len(reasons),
+    )
 
 
 def one_line(error: object) -> str:
@@ -74,11 +85,24 @@ class NotFoundError(NoBrokerError):
     """Nothing listens at any place.
 
     Attributes:
+        where: Each place and why not there, in a line of its own.
+        denied: What to do where permission is denied; empty: it is not.
+        start: The command that starts a broker there; empty: none can be.
+        variable: What of the environment has named the place; empty: nothing has.
         hopeless: Waiting does not help: this user may not go to any of them.
     """
 
-    def __init__(self, message: str, *, hopeless: bool) -> None:
-        super().__init__(message)
+    def __init__(
+        self, where: str, denied: str, start: str, variable: str, *, hopeless: bool
+    ) -> None:
+        lines = [where, denied]
+        if start:
+            lines.append("run this program by `tensorlease run -- COMMAND`, or start a broker by")
+        super().__init__(";\n".join(line for line in lines if line) + (start and f"\n  {start}"))
+        self.where = where
+        self.denied = denied
+        self.start = start
+        self.variable = variable
         self.hopeless = hopeless
 
 
@@ -113,7 +137,7 @@ def _what_lies_there(path: str) -> str:
     if stat.S_ISSOCK(mode):
         return f"{REFUSED}, the socket of a broker that has ended"
     kind = "a directory" if stat.S_ISDIR(mode) else "a file"
-    return f"this is {kind} and no socket; the address names the broker's socket itself"
+    return f"this is {kind} {NO_SOCKET}"
 
 
 def _foreign_directory(endpoint: Endpoint, uid: int) -> str:
@@ -126,4 +150,4 @@ def _foreign_directory(endpoint: Endpoint, uid: int) -> str:
         return ""  # Connecting says what is wrong.
     if owner in (uid, 0):
         return ""
-    return f"{endpoint.directory} belongs to uid {owner}, another user"
+    return f"{endpoint.directory} belongs to uid {owner}, {ANOTHER_USER}"

@@ -303,12 +303,14 @@ class Fenced(Agent[TrainerCore]):
             return handle.stuck
         return [
             Holder(id.instance, id.replica, id.member, id.processes[0].pid)
-            for id in readers(call, handle)
+            for id in readers(call, handle, self._core.state.replicas)
         ]
 
     def _reads(self, call: Call) -> str:
         handle = self._handles.get(call.call)
         names = ", ".join(f"{h.replica}/{h.member} (pid {h.pid})" for h in self._holders(call))
+        if not names and call.receivers is not None:
+            return "is not released yet by the broker"
         if not names:
             return "is not admitted yet, and its receivers may come to read"
         if handle is not None and handle.stuck:

@@ -432,7 +432,13 @@ class Dispatcher:
     def status(self, now: float) -> bytes:
         """Returns what the broker holds, as JSON."""
         return queries.encode(
-            queries.status(self._ledger.state, now, self.count(), self._config.limits)
+            queries.status(
+                self._ledger.state,
+                now,
+                self.count(),
+                self._config.limits,
+                ending=self.ending,
+            )
         )
 
     def count(self) -> queries.Counters:

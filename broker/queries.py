@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
-from ..protocol.records import Outcome
+from ..protocol.records import Fate, Outcome, RoundResult
 from .config import Limits
 from .critical_path import sentence
 from .ledger.admission import lacks_source
@@ -35,6 +35,8 @@ MAX_ENDED = 5
 """Ended rounds that a channel's status names."""
 RATE_S = 10.0
 """What rates are averaged over."""
+DOCTOR_CHANNEL = "tensorlease-doctor"
+"""The channel of the round trips of `tensorlease doctor`: no status shows it once they have left."""
 
 
 class Counters(Struct):
@@ -151,6 +153,8 @@ class EndedStatus(Struct):
     """Of its batches."""
     summary: str
     """What it took its time for."""
+    behind: list[str] = []
+    """Replicas that it left without its version, are here still, and are not at it by now."""
 
 
 class ChannelStatus(Struct):
@@ -182,6 +186,7 @@ class Status(Struct):
 
     epoch: str
     stopping: bool
+    """No round is admitted: it is drained, or ending."""
     recovering_s: float
     """How long it still listens for announcements after a restart; 0: it does not."""
     expected: list[str]
@@ -192,6 +197,10 @@ class Status(Struct):
     counters: Counters
     limits: Limits = Limits()
     """What it takes on, under the names of its settings."""
+    drained: bool = False
+    """It was asked to admit no round, and admits some again when it is asked to."""
+    ending: bool = False
+    """It was told to end, and ends when the rounds under way have."""
 
 
 def encode(answer: Status | Story) -> bytes:
@@ -224,7 +233,12 @@ def named_in_rounds(state: State) -> set[str]:
 
 
 def status(
-    state: State, now: float, counters: Counters | None = None, limits: Limits | None = None
+    state: State,
+    now: float,
+    counters: Counters | None = None,
+    limits: Limits | None = None,
+    *,
+    ending: bool = False,
 ) -> Status:
     """What the broker holds.
 
@@ -233,6 +247,7 @@ def status(
         now: Monotonic seconds.
         counters: The shell's own.
         limits: What the broker takes on.
+        ending: Whether it was told to end.
     """
     until = state.recovering_until
     return Status(
@@ -241,14 +256,23 @@ def status(
         recovering_s=0.0 if until is None else max(0.0, until - now),
         expected=sorted(state.expected),
         agents=len(state.peers),
-        channels=[_channel(state, c, now) for _, c in sorted(state.channels.items())],
+        channels=[
+            _channel(state, c, now) for _, c in sorted(state.channels.items()) if _is_shown(c)
+        ],
         mappings=[
             MappingStatus(trainer, len(buffers), sorted(set().union(*buffers.values())))
             for trainer, buffers in sorted(state.mappings.items())
         ],
         counters=counters or Counters(),
         limits=limits or Limits(),
+        drained=state.stopping and not ending,
+        ending=ending,
     )
+
+
+def _is_shown(channel: Channel) -> bool:
+    in_use = channel.group or channel.replicas or channel.rounds
+    return bool(in_use) or channel.name != DOCTOR_CHANNEL
 
 
 def _channel(state: State, channel: Channel, now: float) -> ChannelStatus:
@@ -281,13 +305,13 @@ def _channel(state: State, channel: Channel, now: float) -> ChannelStatus:
         ),
         list(_replicas(state, channel, now)),
         [_round(state, rnd, now) for rnd in sorted(rounds, key=lambda rnd: rnd.arrival)],
-        [_ended(rnd, now) for rnd in reversed(ended[-MAX_ENDED:])],
+        [_ended(state, channel, rnd, now) for rnd in reversed(ended[-MAX_ENDED:])],
         rounds_per_s,
         bytes_per_s,
     )
 
 
-def _ended(rnd: Round, now: float) -> EndedStatus:
+def _ended(state: State, channel: Channel, rnd: Round, now: float) -> EndedStatus:
     result = rnd.result
     assert result is not None
     return EndedStatus(
@@ -299,7 +323,20 @@ def _ended(rnd: Round, now: float) -> EndedStatus:
         max(0.0, rnd.finished_at - rnd.opened_at),
         result.nbytes,
         sentence(rnd, now),
+        sorted(_behind(Book(state), channel, result)),
     )
+
+
+def _behind(book: Book, channel: Channel, result: RoundResult) -> Iterator[str]:
+    """What another process has joined as, under the same name, is another replica."""
+    were = {receiver.instance for receiver in result.receivers}
+    for missed in result.replicas:
+        replica = channel.replicas.get(missed.replica)
+        if missed.fate is Fate.COMMITTED or replica is None:
+            continue
+        same = missed.fate is Fate.UNSERVED or not were.isdisjoint(replica.members.values())
+        if same and book.current(channel, replica)[0] < result.version:
+            yield replica.name
 
 
 def _rates(ended: list[Round], now: float) -> tuple[float, float]:

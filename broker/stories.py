@@ -42,6 +42,10 @@ class Story(Struct):
     channel: str
     version: int
     rounds: list[RoundStory]
+    versions: list[int] = []
+    """Of which the broker knows a round on this channel, rising."""
+    keeps: int = 0
+    """How many ended rounds of a channel it remembers; older ones are forgotten."""
 
 
 def story(state: State, channel: str, version: int, now: float) -> Story:
@@ -57,7 +61,13 @@ def story(state: State, channel: str, version: int, now: float) -> Story:
     rounds = [] if known is None else [*known.history, *known.rounds.values()]
     seen: dict[tuple[str, int], Round] = {rnd.key: rnd for rnd in rounds if rnd.version == version}
     ordered = sorted(seen.values(), key=lambda rnd: (rnd.opened_at, rnd.call))
-    return Story(channel, version, [_round_story(rnd, now) for rnd in ordered])
+    return Story(
+        channel,
+        version,
+        [_round_story(rnd, now) for rnd in ordered],
+        sorted({rnd.version for rnd in rounds}),
+        state.settings.history,
+    )
 
 
 def _round_story(rnd: Round, now: float) -> RoundStory:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
@@ -29,8 +31,9 @@ def replica(**changes: object) -> ReplicaStatus:
     return msgspec.structs.replace(well, **changes)
 
 
-def ended(outcome: str, reason: str = "") -> EndedStatus:
-    return EndedStatus(5, 5, outcome, reason, 1.0, 0.04, 2**20, "round 5 took 40 ms")
+def ended(outcome: str, reason: str = "", behind: Sequence[str] = ()) -> EndedStatus:
+    summary = "round 5 took 40 ms"
+    return EndedStatus(5, 5, outcome, reason, 1.0, 0.04, 2**20, summary, list(behind))
 
 
 def channel(**changes: object) -> ChannelStatus:
@@ -61,6 +64,8 @@ def test_where_all_is_well_nothing_needs_a_look() -> None:
     ("seen", "words"),
     [
         (status(stopping=True), ["admits no round"]),
+        (status(stopping=True, drained=True), ["is drained: ", "`tensorlease drain --undo`"]),
+        (status(stopping=True, ending=True), ["was told to end: it admits no round"]),
         (status(recovering_s=4.2, expected=["x"]), ["restarted", "4.2 s more for 1 agents"]),
         (
             status(channel(rounds=[rnd(leases=[STUCK])])),
@@ -83,7 +88,7 @@ def test_where_all_is_well_nothing_needs_a_look() -> None:
             ["replica engine1 is not ready: member 0 silent"],
         ),
         (
-            status(channel(ended=[ended("mixed", "bad: expelled"), ended("committed")])),
+            status(channel(ended=[ended("mixed", "bad: expelled", ["bad"]), ended("committed")])),
             ["the last round, of version 5, ended mixed: bad: expelled"],
         ),
         (status(channel(ended=[ended("failed")])), ["the last round, of version 5, failed"]),
@@ -102,6 +107,15 @@ def test_a_worker_that_has_no_trainer_yet_is_no_concern() -> None:
 
 def test_a_failure_that_a_later_round_mended_is_no_concern() -> None:
     assert concerns(status(channel(ended=[ended("committed"), ended("failed")]))) == []
+
+
+def test_a_mixed_round_that_leaves_nobody_behind_any_more_is_no_concern() -> None:
+    assert concerns(status(channel(ended=[ended("mixed", "bad: expelled")]))) == []
+
+
+def test_a_failure_on_a_channel_where_nobody_is_any_more_is_no_concern() -> None:
+    left_alone = channel(group=None, replicas=[], ended=[ended("failed")])
+    assert concerns(status(left_alone)) == []
 
 
 def test_a_drain_waits_for_rounds_that_were_admitted_and_for_no_others() -> None:

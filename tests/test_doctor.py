@@ -168,6 +168,33 @@ def test_a_real_round_goes_through_a_private_broker_and_nothing_is_left(
 
 
 @pytest.mark.program
+def test_a_broker_that_was_asked_again_and_also_at_the_same_time_holds_no_more_than_before(
+    url: str, spawn: Spawn
+) -> None:
+    running = Threaded(config_for(url))
+    try:
+        with zmq.Context() as context:
+            agent = Raw(context, url)
+            try:
+                agent.join(worker_hello("r0"))
+                before = [channel.name for channel in agent.status().channels]
+                doctors = [spawn(run_command, "doctor", "--endpoint", url).result(60.0)]
+                held = len(running.broker.ledger.state.channels)
+                at_once = [spawn(run_command, "doctor", "--endpoint", url) for _ in range(2)]
+                doctors += [process.result(60.0) for process in at_once]
+                assert [done.out for done in doctors if done.code] == []
+                last = [done.out.splitlines()[-1] for done in doctors]
+                assert all("through the running broker: 5.0 MiB, all" in line for line in last)
+                assert [channel.name for channel in agent.status().channels] == before
+                assert len(running.broker.ledger.state.channels) == held
+            finally:
+                Raw.made.remove(agent)
+                agent.close()
+    finally:
+        running.stop()
+
+
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("run", "text"),
     [

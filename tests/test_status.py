@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tensorlease.broker.queries import ChannelStatus, Status
 from tensorlease.commands import status
-from tensorlease.commands.story import story
+from tensorlease.commands.story import MAX_SPANS, spans, story
 from tensorlease.protocol import messages as m
 from tensorlease.protocol.records import QueryKind
 
@@ -51,3 +51,22 @@ def test_a_version_that_is_no_number_is_refused_as_one() -> None:
     ran = CliRunner().invoke(story, ["policy", "x"])
     assert ran.exit_code == click.UsageError.exit_code, ran.output
     assert "'x' is not a valid version: a whole number of at least 1" in ran.output
+
+
+@pytest.mark.parametrize(
+    ("versions", "text"),
+    [
+        ([7], "version 7"),
+        ([5, 6, 7], "versions 5 to 7"),
+        ([1, 3], "versions 1 and 3"),
+        ([1, 4, 5, 9], "versions 1, 4 to 5 and 9"),
+        (
+            list(range(1, 2 * MAX_SPANS + 2, 2)),
+            "versions 3, 5, 7, 9, 11, 13, 15 and 17, and earlier ones",
+        ),
+    ],
+)
+def test_versions_are_named_in_a_few_words_however_many_there_are(
+    versions: list[int], text: str
+) -> None:
+    assert spans(versions) == text

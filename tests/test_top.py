@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -199,6 +200,24 @@ def test_without_a_terminal_a_look_is_printed_as_text(
     shown = capsys.readouterr().out
     assert "r0/0" in shown and "\x1b" not in shown
     assert worker.status().counters.messages_received == before + 2  # Ours, and one for the look.
+
+
+@pytest.mark.parametrize("words", [["top", "--once"], ["status"]])
+def test_without_a_terminal_nothing_is_cut(
+    words: list[str],
+    url: str,
+    broker: Threaded,
+    context: zmq.Context[zmq.Socket[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "engine-" + "x" * 100
+    Raw(context, url).join(worker_hello(name))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main([*words, "--endpoint", url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all("…" not in line for line in lines)
+    assert any(f"{name}/0" in line and f" {os.getpid()} " in line for line in lines)
 
 
 def test_without_a_broker_top_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:

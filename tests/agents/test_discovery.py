@@ -70,7 +70,8 @@ def test_every_place_is_named_with_its_reason_and_the_command_that_starts_a_brok
     first, *others, _, last = message.splitlines()
     assert first.startswith(f"no broker answers at ipc://{tmp_path}/tensorlease/a-job-without-a-")
     assert [line.count("ipc://") for line in (first, *others)] == [1] * message.count("ipc://")
-    assert last.strip() == "tensorlease broker"
+    # The place has the name of the job, and a broker without it would listen elsewhere.
+    assert last.strip() == "tensorlease broker --job 'a job without a broker'"
     assert ", nor at ipc:///run/tensorlease/" in one_line(message)
 
 
@@ -123,6 +124,22 @@ def test_a_directory_or_a_file_in_the_sockets_place_is_told_as_what_it_is(tmp_pa
         find_broker(str(tmp_path))
     with pytest.raises(NoBrokerError, match="this is a file and no socket"):
         find_broker(f"{tmp_path}/file")
+
+
+def test_no_command_is_named_that_could_not_start_a_broker_there(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NoBrokerError) as caught:
+        find_broker(f"{tmp_path}/file")
+    assert "tensorlease broker" not in str(caught.value)
+    with pytest.raises(NoBrokerError) as caught:
+        find_broker(environ={"XDG_RUNTIME_DIR": str(tmp_path), "TENSORLEASE_JOB": "none"})
+    assert str(caught.value).endswith("\n  tensorlease broker --job none")
+
+
+def test_a_job_beside_an_endpoint_of_the_environment_is_said_not_to_count(tmp_path: Path) -> None:
+    environ = {"TENSORLEASE_ENDPOINT": f"{tmp_path}/other.sock"}
+    with pytest.raises(NoBrokerError, match=r"\$TENSORLEASE_ENDPOINT, beside which a job does not"):
+        find_broker(job="mine", environ=environ)
 
 
 def test_a_socket_that_a_dead_broker_left_is_no_broker(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tensorlease import cli
 from tensorlease.broker.settings import load
 from tensorlease.protocol import messages as m
-from tensorlease.protocol.records import Outcome, QueryKind, Terms
+from tensorlease.protocol.records import Code, Outcome, QueryKind, Terms
 
 from .raw_agents import Raw, Threaded, eventually, trainer_hello, worker_hello
 
@@ -60,9 +60,37 @@ def test_the_exit_code_of_status_says_whether_something_needs_a_look(
     assert "look: channel policy: replica r0 is torn" in shown
     assert "round 1 failed after" in shown
     assert cli.main([*words, "--json"]) == 1
-    (seen,) = msgspec.json.decode(capsys.readouterr().out)["channels"]
+    answer = msgspec.json.decode(capsys.readouterr().out)
+    assert any(line.startswith("channel policy: replica r0 is torn") for line in answer["look"])
+    (seen,) = answer["channels"]
     assert seen["ended"][0]["summary"].startswith("round 1 ")
     assert cli.main(["status", "--endpoint", url]) == 0  # It was not asked.
+
+
+def test_after_a_mixed_round_the_exit_code_is_one_only_as_long_as_who_failed_is_there(
+    url: str, agents: Agents, raw: Callable[[], Raw], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["status", "--exit-code", "--endpoint", url]
+    trainer, worker, group = agents
+    other = raw()
+    other.join(worker_hello("r1"))
+    open_round(trainer, worker)
+    other.receive(m.Deliver)
+    other.send(m.Reject(1, group, 1, Code.PREPARE_FAILED, "no room"))
+    other.send(m.Drained(1, group, 1, torn=False))
+    other.beat()
+    worker.send(m.Staged(1, group, 1, 0, 0, vote=True))
+    worker.receive(m.Commit)
+    worker.send(m.Committed(1, group, 1, True))
+    assert trainer.receive(m.Finished).result.outcome is Outcome.MIXED
+    assert cli.main(words) == 1
+    shown = capsys.readouterr().out
+    assert "look: channel policy: the last round, of version 1, ended mixed: replica r1" in shown
+    other.send(m.Bye(1))
+    other.receive(m.ByeOk)
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "look:" not in shown and "round 1 ended mixed" in shown
 
 
 def test_the_help_of_status_says_what_needs_a_look(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +123,27 @@ def test_a_story_ends_with_a_sentence_that_names_the_critical_path(
     times = {part["stage"]: part["seconds"] for part in attempt["path"]}
     whole = next(x["at_s"] for x in attempt["lines"] if x["text"].startswith("finished"))
     assert sum(times.values()) == pytest.approx(whole)
+
+
+def test_a_story_that_the_broker_does_not_have_is_refused_with_those_that_it_has(
+    url: str, agents: Agents, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, worker, group = agents
+
+    def refused(channel: str, version: int) -> str:
+        assert cli.main(["story", channel, str(version), "--endpoint", url]) == 1
+        return capsys.readouterr().err
+
+    assert "version 1 of channel 'policy', nor for any other of it" in refused("policy", 1)
+    for call in range(1, 35):
+        open_round(trainer, worker, call)
+        complete_round(trainer, worker, group, call)
+    said = refused("policy", 1)
+    # The last one is not among the 32 before the trainer has opened another.
+    assert "no round for version 1 of channel 'policy'; it has versions 2 to 34; " in said
+    assert "the last 32 of a channel" in said and "older ones are forgotten" in said
+    assert "it has versions 2 to 34" in refused("policy", 35)
+    assert "channel 'polcy', nor for any other of it" in refused("polcy", 3)
 
 
 def test_a_drain_waits_for_the_round_under_way_and_the_next_is_admitted_after_its_undoing(
@@ -136,6 +185,9 @@ def test_a_drain_that_reaches_its_limit_names_what_is_under_way_and_stays_in_eff
     assert "still under way after 0.1 s: channel policy: version 1" in said
     assert "r0/0 (pid" in said and "drain --undo" in said
     assert worker.status().stopping
+    assert (worker.status().drained, worker.status().ending) == (True, False)
+    assert cli.main(["status", "--endpoint", url]) == 0
+    assert "look: the broker is drained: " in capsys.readouterr().out
 
 
 def test_nothing_makes_a_broker_that_was_told_to_end_admit_rounds_again(
@@ -145,6 +197,10 @@ def test_nothing_makes_a_broker_that_was_told_to_end_admit_rounds_again(
     open_round(trainer, worker)
     threaded.call(threaded.broker.stop)
     eventually(lambda: worker.status().stopping)
+    assert (worker.status().drained, worker.status().ending) == (False, True)
+    assert cli.main(["status", "--endpoint", url, "--json"]) == 0
+    (line,) = msgspec.json.decode(capsys.readouterr().out)["look"]
+    assert line.startswith("the broker was told to end: ")
     assert cli.main(["drain", "--undo", "--endpoint", url]) == 1
     assert "was told to end" in capsys.readouterr().err
     assert worker.ask(QueryKind.STATUS)[0].code is None and worker.status().stopping

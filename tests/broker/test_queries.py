@@ -9,7 +9,7 @@ from tensorlease.agents.process import this_process
 from tensorlease.broker import queries, stories
 from tensorlease.broker.ledger import Ledger, Settings
 from tensorlease.protocol import messages as m
-from tensorlease.protocol.records import Terms
+from tensorlease.protocol.records import Code, Terms
 
 from .raw_agents import trainer_hello, worker_hello
 
@@ -84,6 +84,46 @@ def test_the_story_of_an_ended_round_tells_all_in_order(ledger: Ledger) -> None:
     ]:
         assert line in lines
     assert [at for at, _ in lines] == sorted(at for at, _ in lines)
+
+
+def test_who_a_round_left_behind_is_named_until_it_is_at_the_version_or_gone() -> None:
+    other, successor = "c" * 16, "d" * 16
+    ledger = Ledger("e" * 16, Settings(), now=100.0)
+    ledger.hello(worker_hello("r0", instance=WORKER), 100.0)
+    ledger.hello(worker_hello("r1", instance=other), 100.0)
+    ledger.hello(trainer_hello(instance=TRAINER), 101.0)
+    ledger.message(TRAINER, m.Open(1, 1, Terms(7)), b"", 102.0)
+    (group, _) = next(iter(ledger.state.channels["policy"].rounds))
+    ledger.message(TRAINER, m.Batch(1, 1, 0, [4], False, 2048, total=1), b"table", 103.0)
+    ledger.message(other, m.Reject(1, group, 1, Code.PREPARE_FAILED, "no room"), b"", 104.0)
+    ledger.message(other, m.Drained(1, group, 1, torn=False), b"", 104.0)
+    ledger.message(WORKER, m.Staged(1, group, 1, 0, 0, vote=True), b"", 105.0)
+    ledger.message(WORKER, m.Committed(1, group, 1, True), b"", 106.0)
+
+    def last() -> queries.EndedStatus:
+        return queries.status(ledger.state, 110.0).channels[0].ended[0]
+
+    assert (last().outcome, last().behind) == ("mixed", ["r1"])
+    worker = ledger.state.peers[other].worker
+    assert worker is not None
+    worker.version = 7
+    assert (last().outcome, last().behind) == ("mixed", [])
+    worker.version = 6
+    assert last().behind == ["r1"]
+    ledger.message(other, m.Bye(1), b"", 111.0)
+    assert last().behind == []
+    ledger.hello(worker_hello("r1", instance=successor), 112.0)
+    assert (last().outcome, last().behind) == ("mixed", [])
+
+
+def test_the_channel_of_doctor_is_shown_only_while_somebody_is_there() -> None:
+    ledger = Ledger("e" * 16, Settings(), now=100.0)
+    hello = msgspec.structs.replace(worker_hello(instance=WORKER), channel=queries.DOCTOR_CHANNEL)
+    ledger.hello(hello, 100.0)
+    (channel,) = queries.status(ledger.state, 101.0).channels
+    assert channel.name == queries.DOCTOR_CHANNEL
+    ledger.message(WORKER, m.Bye(1), b"", 102.0)
+    assert queries.status(ledger.state, 103.0).channels == []
 
 
 def test_what_a_round_needs_as_proof_is_named(ledger: Ledger) -> None:

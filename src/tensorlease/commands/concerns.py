@@ -10,7 +10,8 @@ from .units import size
 
 CONDITIONS = (
     "a lease is stuck, an agent is silent, a replica is torn, in doubt or not ready,"
-    " the last round of a channel did not commit everywhere, or the broker admits no round"
+    " the last round of a channel failed or left a replica behind that is still there and not at"
+    " its version, or the broker admits no round"
     " (drained, ending, or waiting for agents of the former one)"
 )
 """When something needs a look, in words."""
@@ -19,8 +20,12 @@ CONDITIONS = (
 def concerns(seen: Status) -> list[str]:
     """A line for each thing that needs a look, the most pressing first; none: all is well."""
     found = [line for channel in seen.channels for line in _stuck(channel)]
-    if seen.stopping:
-        found.append("the broker admits no round: it is drained, or about to end")
+    if seen.ending:
+        found.append(
+            "the broker was told to end: it admits no round, and ends when those under way have ended"
+        )
+    elif seen.stopping:
+        found.append("the broker is drained: it admits no round until `tensorlease drain --undo`")
     if seen.recovering_s:
         found.append(
             f"the broker was restarted and waits {seen.recovering_s:.1f} s more for"
@@ -65,8 +70,12 @@ def _agents(channel: ChannelStatus) -> Iterator[str]:
 
 
 def _last_round(channel: ChannelStatus) -> Iterator[str]:
-    if channel.ended and channel.ended[0].outcome not in ("committed", "empty"):
-        last = channel.ended[0]
+    if not (channel.ended and (channel.group or channel.replicas)):
+        return  # Where nobody is any more nothing is to be done.
+    last = channel.ended[0]
+    # A mixed one is over when those that it left behind are at the version, or gone.
+    over = ("committed", "empty") if last.behind else ("committed", "empty", "mixed")
+    if last.outcome not in over:
         why = f": {last.reason}" if last.reason else ""
         yield f"channel {channel.name}: the last round, of version {last.version}, {_ended(last.outcome)}{why}"
 

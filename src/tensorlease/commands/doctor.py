@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator
 
 import click
 import msgspec
 from rich.console import Console
 
-from tensorlease.agents.discovery import find_broker, one_line
+from tensorlease.agents.discovery import one_line
 from tensorlease.broker.queries import Status
 from tensorlease.protocol.endpoint import Endpoint, candidates
-from tensorlease.protocol.errors import DeadlineError, NoBrokerError, RefusedError, TensorleaseError
+from tensorlease.protocol.errors import DeadlineError, RefusedError, TensorleaseError
 from tensorlease.protocol.segments import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE
 
 from . import facts, findings
 from .findings import Finding, Level
-from .query import Asker, broker_options
+from .query import Asker, NowhereError, broker_options, find
 from .status import say
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
@@ -43,14 +42,13 @@ class Running:
         where = candidates(os.environ, os.geteuid(), endpoint, job)[0]
         self.expected = where
         try:
-            self.place = find_broker(endpoint, job)
+            self.place = find(endpoint, job)
             with Asker(self.place.url, "", timeout_s) as asker:
                 self.seen = asker.status()
-        except NoBrokerError as error:
+        except NowhereError as error:
             # One that was named must be there.
             level = Level.FAIL if self.named else Level.WARN
-            text = one_line(error).partition(";")[0]
-            self.finding = Finding("broker", level, text, "tensorlease broker")
+            self.finding = Finding("broker", level, error.where, error.way_out)
         except (DeadlineError, RefusedError) as error:
             way_out = "tensorlease status; its log says more"
             self.finding = Finding("broker", Level.FAIL, one_line(error), way_out)
@@ -105,7 +103,7 @@ def _trip(running: Running, has_torch: bool) -> Finding:
                 url = running.place.url
             else:
                 url = stack.enter_context(private_broker())
-            text = round_trip(url, f"doctor-{secrets.token_hex(4)}")
+            text = round_trip(url)
     except TensorleaseError as error:
         way_out = "see the checks above; docs/operations.md, What to do when"
         return Finding(name, Level.FAIL, f"through {by}: {one_line(error)}", way_out)

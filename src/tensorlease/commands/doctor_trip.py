@@ -1,6 +1,7 @@
 """A real round trip: a trainer here, a worker in another process, and their bytes compared.
 
-As a program, `python -m tensorlease.commands.doctor_trip ENDPOINT CHANNEL`, it is the worker.
+As a program, `python -m tensorlease.commands.doctor_trip ENDPOINT`, it is the worker; which version
+it waits for it reads from stdin.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tensorlease.agents.discovery import why_not
+from tensorlease.broker.queries import DOCTOR_CHANNEL
 from tensorlease.protocol.endpoint import parse_endpoint, socket_name
 from tensorlease.protocol.errors import DeadlineError, NoBrokerError, TensorleaseError
 
@@ -71,16 +73,19 @@ def private_broker() -> Iterator[str]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def round_trip(endpoint: str, channel: str) -> str:
+def round_trip(endpoint: str) -> str:
     """Publishes a version to a worker in another process; returns what was seen, in words.
+
+    All of them use one channel, so that a broker keeps no more than that. Of two at a time the
+    second waits for the first: its trainer is not let in before the other one, which leaves last.
 
     Raises:
         TensorleaseError: It did not go through, or other bytes arrived; says which.
     """
     began = time.monotonic()
     worker = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, endpoint, channel],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-P", "-m", __name__, endpoint],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -95,10 +100,22 @@ def round_trip(endpoint: str, channel: str) -> str:
             "half": torch.rand(ELEMENTS // 2).to(torch.bfloat16),
             "scalar": torch.tensor(time.time_ns()),
         }
-        with tl.TrainerAgent(channel, endpoint=endpoint) as trainer:
+        with (
+            tl.TrainerAgent(
+                DOCTOR_CHANNEL,
+                rank=0,
+                world_size=1,
+                group="",
+                endpoint=endpoint,
+                connect_timeout=LIMIT_S,
+            ) as trainer,
+            _ended(worker),  # Before the trainer leaves: the next one must not find it there.
+        ):
             trainer.register(tensors)
+            version = trainer.last_version + 1
+            _tell(worker, version)
             _wait_ready(trainer, worker)
-            result = trainer.publish(1, timeout=LIMIT_S, verify=True)
+            result = trainer.publish(version, timeout=LIMIT_S, verify=True)
             result.raise_for_status()
             theirs, errors = worker.communicate(timeout=LIMIT_S)
             if worker.returncode:
@@ -115,6 +132,13 @@ def round_trip(endpoint: str, channel: str) -> str:
         raise DeadlineError(f"the worker's process does not end after {LIMIT_S:g} s") from error
     finally:
         _end(worker)
+
+
+def _tell(worker: subprocess.Popen[str], version: int) -> None:
+    """The trainer has the channel: the worker may join it."""
+    assert worker.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # It has ended, which is seen when it is waited for.
+        print(version, file=worker.stdin, flush=True)
 
 
 def _wait_ready(trainer: TrainerAgent, worker: subprocess.Popen[str]) -> None:
@@ -142,7 +166,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     return made.hexdigest()
 
 
-def serve(endpoint: str, channel: str) -> None:
+def serve(endpoint: str) -> None:
     """The worker: takes one version and prints the digest of what arrived."""
     import torch
 
@@ -153,9 +177,12 @@ def serve(endpoint: str, channel: str) -> None:
         "half": torch.zeros(ELEMENTS // 2, dtype=torch.bfloat16),
         "scalar": torch.tensor(0),
     }
-    with tl.WorkerAgent(channel, endpoint=endpoint, replica="doctor") as worker:
+    told = sys.stdin.readline()
+    if not told:
+        return  # The trainer was not let in, and says why itself.
+    with tl.WorkerAgent(DOCTOR_CHANNEL, endpoint=endpoint, replica="doctor") as worker:
         worker.attach(tensors)
-        worker.wait_for(1, timeout=LIMIT_S)
+        worker.wait_for(int(told), timeout=LIMIT_S)
     print(digest(tensors))
 
 
@@ -163,6 +190,15 @@ def _last_line(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
     said = process.stderr.read().strip().splitlines()
     return said[-1] if said else f"code {process.returncode}, without a word"
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Ends a process with the block, if it still runs."""
+    try:
+        yield
+    finally:
+        _end(process)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -13,11 +13,11 @@ import click
 import msgspec
 from msgspec import Struct
 
-from tensorlease.agents.discovery import find_broker
 from tensorlease.protocol.errors import DeadlineError
 
 from .file_errors import OutputError
 from .orderly import run_orderly
+from .query import find
 from .units import size
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def pull(
             raise ModuleNotFoundError(f"No module named {needed!r}", name=needed)
     from tensorlease.agents import WorkerAgent
 
-    place = find_broker(endpoint, job)
+    place = find(endpoint, job)
     worker = WorkerAgent(channel, replica=replica, device=device, endpoint=place.url)
     arrivals = Arrivals(worker, output, max_file_mib * 2**20, names, as_json)
 

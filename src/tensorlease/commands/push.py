@@ -12,7 +12,6 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
-from tensorlease.agents.discovery import find_broker
 from tensorlease.agents.results import ReceiverOutcome, RoundResult, UnreleasedError
 from tensorlease.agents.ring import RingOptions
 from tensorlease.protocol.limits import MAX_VERSION
@@ -21,6 +20,7 @@ from tensorlease.protocol.records import Distribution, Fate, Outcome
 from .checkpoint import Checkpoint, read_checkpoint
 from .meter import Meter
 from .orderly import run_orderly
+from .query import find
 
 if TYPE_CHECKING:
     from tensorlease.agents import TrainerAgent
@@ -112,7 +112,7 @@ def push(
     checkpoint = read_checkpoint(directory)
     for note in checkpoint.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    place = find_broker(endpoint, job)
+    place = find(endpoint, job)
     # Assembled: workers on every device get it, and large tensors can be sent in pieces.
     trainer = TrainerAgent(
         channel,

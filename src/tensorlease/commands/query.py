@@ -11,10 +11,11 @@ import click
 import msgspec
 import zmq
 
-from tensorlease.agents.discovery import find_broker
+from tensorlease.agents.discovery import NotFoundError, find_broker, one_line
 from tensorlease.broker.queries import Status
 from tensorlease.protocol.codec import decode_from_broker, encode
-from tensorlease.protocol.errors import DeadlineError, RefusedError
+from tensorlease.protocol.endpoint import Endpoint
+from tensorlease.protocol.errors import DeadlineError, NoBrokerError, RefusedError
 from tensorlease.protocol.messages import Query, Refused, Reply
 from tensorlease.protocol.records import QueryKind
 
@@ -39,6 +40,38 @@ def broker_options(function: Function) -> Function:
     ):
         function = option(function)
     return function
+
+
+class NowhereError(NoBrokerError):
+    """A command finds no broker.
+
+    Attributes:
+        where: Where it looked, and why there is none, in one line.
+        way_out: What to do, in one line.
+    """
+
+    def __init__(self, where: str, way_out: str) -> None:
+        super().__init__(f"{where}; {way_out}")
+        self.where = where
+        self.way_out = way_out
+
+
+def find(endpoint: str, job: str) -> Endpoint:
+    """As `find_broker`, with the way out for a command: it asks, or works with, others' broker.
+
+    Raises:
+        NowhereError: Nothing listens.
+        EndpointError: An address that cannot work.
+    """
+    try:
+        return find_broker(endpoint, job)
+    except NotFoundError as error:
+        elsewhere = "if one runs elsewhere, name it by --endpoint ADDRESS (the first line of its log has it)"
+        if error.variable:
+            elsewhere += f", or unset {error.variable} to look in the usual places"
+        start = error.start and f"else start one by `{error.start}`"
+        ways = (error.denied, elsewhere, start)
+        raise NowhereError(one_line(error.where), "; ".join(way for way in ways if way)) from error
 
 
 class Asker:
@@ -78,7 +111,7 @@ class Asker:
             version: For a story.
 
         Raises:
-            NoBrokerError: Nothing listens.
+            NowhereError: Nothing listens.
             RefusedError: This user may not ask.
             DeadlineError: The broker does not answer in time.
         """
@@ -95,7 +128,7 @@ class Asker:
     def _ask(self, kind: QueryKind, channel: str, version: int) -> tuple[Reply, bytes]:
         deadline = time.monotonic() + self._timeout_s
         if self._socket is None:
-            place = find_broker(self._endpoint, self._job)
+            place = find(self._endpoint, self._job)
             self._place = str(place)
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.setsockopt(zmq.LINGER, 0)

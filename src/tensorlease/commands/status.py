@@ -44,11 +44,17 @@ def status(endpoint: str, job: str, timeout_s: float, as_json: bool, exit_code: 
         raise
     seen = msgspec.json.decode(body, type=Status)
     if as_json:
-        click.echo(body)
+        # Beside whatever else it says, which a newer broker may know more of.
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        click.echo(msgspec.json.encode({**fields, "look": concerns(seen)}))
     else:
-        # In a pipe or a file lines are as long as they are.
-        show(seen, Console() if sys.stdout.isatty() else Console(width=UNBOUNDED))
+        show(seen, console_of_output())
     return NEEDS_A_LOOK if exit_code and concerns(seen) else 0
+
+
+def console_of_output() -> Console:
+    """What prints on stdout; in a pipe or a file lines are as long as they are."""
+    return Console() if sys.stdout.isatty() else Console(width=UNBOUNDED)
 
 
 def show(seen: Status, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,7 @@ from .frame import frame, rates
 from .keys import Keys
 from .orderly import end_at_sigterm
 from .query import Asker, broker_options
+from .status import console_of_output
 
 
 class Watch:
@@ -69,13 +71,13 @@ def top(endpoint: str, job: str, timeout_s: float, interval_s: float, once: bool
     On a terminal q or Ctrl+C ends it; elsewhere each look is printed as text. Each look is one
     question to the broker, as `tensorlease status` asks it.
     """
-    console = Console()
+    console = console_of_output()
     end_at_sigterm()
     with Asker(endpoint, job, timeout_s) as asker:
         watch = Watch(asker)
         if once:
             console.print(watch.look(None))
-        elif console.is_terminal and not console.is_dumb_terminal:
+        elif sys.stdout.isatty() and not console.is_dumb_terminal:
             _live(watch, console, interval_s)
         else:
             for look in _looks(lambda: watch.look(None), interval_s):
