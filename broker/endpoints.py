@@ -275,7 +275,8 @@ class SocketPlace:
             )
 
     def _check_writable(self, path: str) -> None:
-        os.stat(path)
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
         wanted = os.W_OK | (os.X_OK if os.path.isdir(path) else os.R_OK)
         if not os.access(path, wanted, effective_ids=True):
             uid = self.access.uid

@@ -134,6 +134,8 @@ class Broker:
     # ------------------------------------------------------------ startup
 
     def _startup(self) -> None:
+        # First: whoever sees that it listens may send one. They are heard once this has returned.
+        self._install_signals()
         config = self.config
         endpoints = choose_endpoints(config, self._environ, os.geteuid())
         access = access_of(config)
@@ -163,7 +165,6 @@ class Broker:
         if config.http:
             self._http = self._serve_http(config.http)
         self._loop.set_exception_handler(self._on_defect)
-        self._install_signals()
         self._dispatcher.start()
         self._keep_house()
         where = ", ".join(endpoint.url for endpoint in endpoints)

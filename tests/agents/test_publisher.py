@@ -15,8 +15,9 @@ from tensorlease.agents import (
     WorkerAgent,
 )
 from tensorlease.agents.errors import SharedMemoryError
+from tensorlease.agents.results import RoundHandle
 from tensorlease.protocol.errors import ConfigError, DeadlineError, RefusedError
-from tensorlease.protocol.records import Fate, Outcome
+from tensorlease.protocol.records import Fate, Holder, Outcome
 
 from ..broker.raw_agents import Threaded, eventually
 from .conftest import StartWorker
@@ -347,8 +348,15 @@ def test_a_former_snapshot_that_is_still_read_is_named(
     handle = trainer.publish_nowait(1, snapshot=True)
     assert handle.result(10.0).ok
     call = trainer._core.state.calls[handle.call]
-    call.leases[0].released = False  # as if its worker were silent
-    with pytest.raises(StillLeasedError, match=r"former snapshot.*version 1.*a/0 \(pid"):
+    # As if its worker were silent.
+    call.leases[0].released = False
+    kept = RoundHandle(trainer, 1, trainer._missing)
+    kept.finished.reach(handle.result(0.0))
+    kept.note_stuck(0, [Holder("0123456789abcdef", "a", 0, 77)])
+    trainer._handles[handle.call] = kept
+    with pytest.raises(
+        StillLeasedError, match=r"former snapshot.*version 1.* kept by a/0 \(pid 77"
+    ):
         trainer.publish_nowait(2, snapshot=True, timeout=0.05)
     with pytest.raises(RefusedError, match="version 1"):
         trainer.publish_nowait(2, snapshot=True, stragglers="fail")

@@ -155,14 +155,21 @@ def test_a_drain_waits_for_the_round_under_way_and_the_next_is_admitted_after_it
     codes: list[int] = []
     draining = threading.Thread(target=lambda: codes.append(cli.main(["drain", "--endpoint", url])))
     draining.start()
-    eventually(lambda: query.status().stopping)
+    waits: list[str] = []
+
+    def told() -> bool:
+        waits.append(capsys.readouterr().err)
+        return bool(waits[-1])
+
+    eventually(told)
+    assert waits[-1].startswith("waits for channel policy: version 1, staging for ")
+    assert "s, waits for r0" in waits[-1]
+    assert query.status().stopping
     assert draining.is_alive()
     complete_round(trainer, worker, group)
     draining.join(10)
     assert codes == [0]
-    said = capsys.readouterr()
-    assert said.out.startswith("drained: no round is under way. ")
-    assert said.err.startswith("waits for channel policy: version 1, staging for 0 s, waits for r0")
+    assert capsys.readouterr().out.startswith("drained: no round is under way. ")
 
     trainer.send(m.Open(1, 2, Terms(2)))
     trainer.send(m.Batch(1, 2, 0, [0], False, 1, total=1), b"table")

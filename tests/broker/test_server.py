@@ -430,6 +430,31 @@ def test_sighup_changes_the_log_and_names_what_it_cannot_change(
     assert child.end()[0] == 0
 
 
+SIGNALLED_AS_IT_BINDS = """
+import os, signal, sys
+from tensorlease.broker.endpoints import SocketPlace
+bind = SocketPlace.bind
+
+def signalled(place, *how):
+    bind(place, *how)
+    os.kill(os.getpid(), signal.SIGHUP)
+
+SocketPlace.bind = signalled
+from tensorlease.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.process
+def test_a_signal_that_comes_as_soon_as_it_listens_is_heard(url: str, spawn: Spawn) -> None:
+    child = spawn("-P", "-c", SIGNALLED_AS_IT_BINDS, "broker", "--endpoint", url)
+    assert child.process.stderr is not None
+    while "SIGHUP: no setting changed" not in (line := child.process.stderr.readline()):
+        assert line
+    child.signal(signal.SIGTERM)
+    assert child.end()[0] == 0
+
+
 def test_a_defect_ends_the_broker_at_once_and_with_an_error(
     url: str, raw: Callable[[], Raw], caplog: pytest.LogCaptureFixture
 ) -> None:
