@@ -150,6 +150,10 @@ class WorkerCore(Core):
         """A sign of life; to be called as often as the broker asks for."""
         self.post(m.Beat(self.session.number, self.phase, self.state.progress % 2**31))
         rnd = self.state.round
+        if rnd is not None and self.phase is Phase.STAGING and not rnd.began:
+            # Its first Staged will say so, too; but until then another limit would count.
+            rnd.began = True
+            self.post(m.Ready(self.session.number, *rnd.key))
         waits = self.connected and self.running is None and not self.queue
         if rnd is None or not waits or self.phase not in (Phase.STAGING, Phase.VOTED):
             self._repeats.due(None)
@@ -165,6 +169,7 @@ class WorkerCore(Core):
             self._post_vote(rnd)
 
     def _post_staged(self, rnd: CurrentRound, key: BatchKey, vote: bool) -> None:
+        rnd.began = True
         proofs, tally = rnd.batches[key].proofs, rnd.tally if vote else None
         self.post(m.Staged(self.session.number, *rnd.key, *key, vote, proofs, tally))
 
@@ -209,6 +214,7 @@ class WorkerCore(Core):
                 for batch in rnd.batches.values():
                     self._add(CopyWork(rnd.key, batch.message, batch.body))
             else:
+                rnd.began = True
                 self.post(m.Ready(self.session.number, *rnd.key))
             self._vote_if_complete(rnd)
 

@@ -68,6 +68,8 @@ class CurrentRound(Struct):
     total: int | None = None
     # The prepare hook was begun: one commit or one abort hook must follow.
     hooked: bool = False
+    # The broker was told that the prepare hook is done.
+    began: bool = False
     # All wanted regions are staged; and which are not.
     covered: bool = False
     missing: str = ""
