@@ -564,10 +564,8 @@ class WorkerCore(Core):
 
     def _on_offered(self, message: m.Offered) -> None:
         state = self.state
-        known = any(
-            (o.trainer, o.number) == (message.trainer, message.number) for o in state.offers
-        )
-        if known:
+        known = {(offer.trainer, offer.number) for offer in state.offers}
+        if (message.trainer, message.number) in known:
             self.post(m.Take(self.session.number, state.note))
             return
         state.offers.append(OfferNote(message.trainer, message.number, list(message.buffers)))
@@ -578,11 +576,8 @@ class WorkerCore(Core):
             self._add(PlanWork())
 
     def _on_trainer_gone(self, trainer: str) -> None:
-        numbers = set(self.state.mappings.get(trainer, set()))
-        for offer in self.state.offers:
-            if offer.trainer == trainer:
-                numbers.update(offer.buffers)
-        self._drop_buffers(trainer, numbers)
+        offered = [offer.buffers for offer in self.state.offers if offer.trainer == trainer]
+        self._drop_buffers(trainer, self.state.mappings.get(trainer, set()).union(*offered))
 
     def _drop_buffers(self, trainer: str, numbers: set[int]) -> None:
         state = self.state

@@ -11,14 +11,14 @@ import pytest
 from tensorlease.agents import TrainerAgent, WorkerAgent
 from tensorlease.agents.dealer import Dealer
 from tensorlease.agents.repeats import EVERY_BEATS, MAX_ANSWERS, TIMES, Repeats
-from tensorlease.agents.work import CopyWork
+from tensorlease.agents.work import CopyWork, PrepareWork
 from tensorlease.agents.worker_core import WorkerCore
 from tensorlease.protocol import messages as m
 from tensorlease.protocol.codec import decode_from_agent
 
 from ..procs import Spawned
 from .cores import GROUP, posts
-from .worker_rounds import commit, deliver, staging, take, voted
+from .worker_rounds import commit, deliver, make, prepare, staging, take, voted
 
 torch = pytest.importorskip("torch")
 
@@ -130,3 +130,21 @@ def test_a_lost_acknowledgement_is_healed_and_counts_once(
         assert worker._core.session.number == 1
         worker.stop()
         thread.join(10.0)
+
+
+def test_a_first_copy_that_takes_long_is_told_from_a_prepare_hook_that_does() -> None:
+    core = make()
+    prepare(core)
+    deliver(core)
+    take(core, PrepareWork)
+    core.beat()
+    core.prepared(True)
+    take(core, CopyWork)
+    assert not any(isinstance(message, m.Ready) for message in posts(core))
+    core.beat()
+    core.beat()
+    said = [message for message in posts(core) if not isinstance(message, m.Beat)]
+    assert said == [m.Ready(1, GROUP, 1)]
+    core.copied(True)
+    core.beat()
+    assert not any(isinstance(message, m.Ready) for message in posts(core))

@@ -118,24 +118,6 @@ def test_a_report_of_what_was_not_running_is_an_error() -> None:
         core.aborted()
 
 
-def test_a_first_copy_that_takes_long_is_told_from_a_prepare_hook_that_does() -> None:
-    core = make()
-    prepare(core)
-    deliver(core)
-    take(core, PrepareWork)
-    core.beat()
-    core.prepared(True)
-    take(core, CopyWork)
-    assert not any(isinstance(message, m.Ready) for message in posts(core))
-    core.beat()
-    core.beat()
-    said = [message for message in posts(core) if not isinstance(message, m.Beat)]
-    assert said == [m.Ready(1, GROUP, 1)]
-    core.copied(True)
-    core.beat()
-    assert not any(isinstance(message, m.Ready) for message in posts(core))
-
-
 def test_each_piece_of_work_is_progress_in_the_beats() -> None:
     core = make()
     core.beat()
