@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .errors import (
         AttachError,
         ExportError,
+        GpuMemoryError,
         RingFullError,
         SharedMemoryError,
         VerifyError,
@@ -52,6 +53,7 @@ __all__ = [
     "Distribution",
     "ExportError",
     "Fate",
+    "GpuMemoryError",
     "NoBrokerError",
     "Outcome",
     "Piece",
@@ -99,6 +101,7 @@ _HOMES = {
     "RoundInfo": ".hooks",
     "RoundResult": ".results",
     "RowBlocks": ".pieces",
+    "GpuMemoryError": ".errors",
     "SharedMemoryError": ".errors",
     "SkippedError": ".results",
     "StillLeasedError": ".results",

@@ -199,6 +199,7 @@ class _Partial:
             ):
                 part = part.narrow(axis, start, length)
             part.copy_(_shaped(storage, carrier, entry.local_shape))
+        _await(storage.device)
         self.filled.add(entry.box)
 
 
@@ -322,6 +323,7 @@ class Handover:
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         self._views: dict[str, _Watch] = {}
+        self._devices: set[torch.device] = set()
         self.given = False
         """Whether the callback was called."""
 
@@ -336,6 +338,8 @@ class Handover:
             self._tensors[entry.name] = _empty(entry)
             return
         self._views[entry.name] = _watch(storage)
+        if storage.device.type != "cpu":
+            self._devices.add(storage.device)
         self._tensors[entry.name] = _shaped(storage, dtype_of(entry.dtype), entry.shape)
 
     def add_own(self, name: str, tensor: torch.Tensor) -> None:
@@ -348,13 +352,20 @@ class Handover:
         if tensor is None or self._views.pop(name, None) is None:
             return tensor
         with torch.inference_mode(False):
-            return tensor.view(_CARRIERS[tensor.element_size()]).clone().view(tensor.dtype)
+            own = tensor.view(_CARRIERS[tensor.element_size()]).clone().view(tensor.dtype)
+        _await(own.device)
+        return own
 
     def take(self) -> NamedViews:
         """Returns names and tensors, and forgets them: the caller must, too."""
         given, self._tensors = list(self._tensors.items()), {}
         self.given = True
         return given
+
+    def await_devices(self) -> None:
+        """Waits until GPUs have done what the callback has told them, on whatever stream."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
 
     def kept(self) -> list[str]:
         """Returns the names of the views that something still looks into."""
@@ -400,13 +411,20 @@ _CARRIERS: Final = {
 }
 
 
+def _await(device: torch.device) -> None:
+    """Waits for a copy that this thread's current stream was told to make."""
+    if device.type != "cpu":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def _shaped(
     storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Returns a row-major tensor over a storage."""
     with torch.inference_mode(False):
         # By bytes: torch warns of the making of some dtypes, and cannot make empty ones of others.
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        flat.set_(storage, 0, (storage.nbytes(),), (1,))
         return flat.view(dtype).view(shape)
 
 

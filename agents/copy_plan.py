@@ -7,8 +7,9 @@ for as long as every mapping and every tensor lies where it lay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from msgspec import Struct
@@ -24,6 +25,9 @@ from .errors import AttachError, CoverageError, MappingError, VerifyError
 from .memory import MappedMemory
 from .overlaps import span_of
 from .placement import Placed
+
+if TYPE_CHECKING:
+    from .device_copies import DeviceRuns
 
 MAX_KEPT: Final = 16
 """Sets of buffers for which the work is kept."""
@@ -66,7 +70,8 @@ class Step(Struct):
     """In global coordinates."""
     run: tuple[int, int, int] | None
     """(offset in the buffer, offset in the wanted box, length), in bytes, where both sides are one
-    run of neighbouring bytes of one dtype on the CPU; else torch copies the box, axis by axis."""
+    run of neighbouring bytes of one dtype; where they are not, or one is on a GPU and the other is
+    not, torch copies the box."""
 
     @property
     def nbytes(self) -> int:
@@ -79,12 +84,20 @@ def step_of(want: Want, entry: TensorEntry, region: Region) -> Step:
     item = ITEM_SIZES[entry.dtype]
     placed = want.placed
     run = None
-    if placed.device.type == "cpu" and placed.contiguous and placed.dtype == entry.dtype:
+    if placed.contiguous and placed.dtype == entry.dtype:
         begin = single_run(region.within(entry.box), entry.local_shape)
         into = single_run(region.within(want.region), want.region.length)
         if begin is not None and into is not None:
             run = (entry.offset + begin[0] * item, into[0] * item, begin[1] * item)
     return Step(want, entry, region, run)
+
+
+class _Lane(Struct):
+    """What one GPU copies."""
+
+    ordinal: int
+    runs: DeviceRuns
+    boxes: list[tuple[Step, int]]
 
 
 class _Ready(Struct):
@@ -99,6 +112,8 @@ class _Ready(Struct):
     runs: Runs
     boxes: list[tuple[Step, int]]
     """Boxes that torch copies, and the place of their buffer among `addresses`."""
+    lanes: list[_Lane]
+    """What GPUs copy."""
     copied: Copied
 
 
@@ -169,17 +184,18 @@ class CopyPlan:
             or ready.addresses != addresses
             or ready.states != [_state(want) for want in ready.wants]
         ):
-            ready = self._prepare(source, taken, addresses)
+            ready = self._prepare(source, taken, addresses, memories)
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
             self._kept[source, taken] = ready
-        for step, place in ready.boxes:
-            _copy_box(step, memories[place])
-        ready.runs.copy()
-        for want in ready.wants:
-            tensor = want.placed.tensor
-            if not tensor.is_inference():  # such a tensor counts no versions
-                increment_version(tensor)  # autograd shall know that values changed
+        with _devices(ready, memories):  # They copy while this goes on.
+            for step, place in ready.boxes:
+                _copy_box(step, memories[place])
+            ready.runs.copy()
+            for want in ready.wants:
+                tensor = want.placed.tensor
+                if not tensor.is_inference():  # such a tensor counts no versions
+                    increment_version(tensor)  # autograd shall know that values changed
         return ready.copied
 
     def compare(
@@ -198,7 +214,13 @@ class CopyPlan:
                         " else writes to it here, or in the trainer",
                     )
 
-    def _prepare(self, source: str, taken: Sequence[int], addresses: list[int]) -> _Ready:
+    def _prepare(
+        self,
+        source: str,
+        taken: Sequence[int],
+        addresses: list[int],
+        memories: Sequence[MappedMemory],
+    ) -> _Ready:
         """Works out what is to be copied, with the tensors where they are now."""
         chosen = [
             (step, place)
@@ -209,22 +231,26 @@ class CopyPlan:
             _check_unchanged(want)
         wants = list({id(step.want.placed.tensor): step.want for step, _ in chosen}.values())
         states = [_state(want) for want in wants]
-        runs: list[Run] = []
-        boxes: list[tuple[Step, int]] = []
+        # By the ordinal of the GPU that copies; None: the processor does.
+        runs: dict[int | None, list[Run]] = {}
+        boxes: dict[int | None, list[tuple[Step, int]]] = {}
         for step, place in chosen:
-            if step.run is None:
-                boxes.append((step, place))
-                continue
-            begin, into, nbytes = step.run
-            source_at = addresses[place] + begin
-            target_at = step.want.placed.address + into
-            last = runs[-1] if runs else Run(0, 0, 0)
-            if last.source + last.nbytes == source_at and last.target + last.nbytes == target_at:
-                runs[-1] = Run(last.target, last.source, last.nbytes + nbytes)
+            here, there = step.want.placed.device, memories[place].device
+            ordinal = here.index if here.type == "cuda" else there.index
+            if step.run is None or here.type != there.type:
+                boxes.setdefault(ordinal, []).append((step, place))
             else:
-                runs.append(Run(target_at, source_at, nbytes))
-        copied = Copied(sum(step.nbytes for step, _ in chosen), len(boxes) + len(runs))
-        return _Ready(addresses, wants, states, Runs(runs), boxes, copied)
+                begin, into, nbytes = step.run
+                run = Run(step.want.placed.address + into, addresses[place] + begin, nbytes)
+                _append(runs.setdefault(ordinal, []), run)
+        count = sum(map(len, runs.values())) + sum(map(len, boxes.values()))
+        copied = Copied(sum(step.nbytes for step, _ in chosen), count)
+        at_home = (Runs(runs.pop(None, [])), boxes.pop(None, []))
+        lanes = [
+            _lane(ordinal, runs.get(ordinal, []), boxes.get(ordinal, []))
+            for ordinal in sorted(each for each in {*runs, *boxes} if each is not None)
+        ]
+        return _Ready(addresses, wants, states, *at_home, lanes, copied)
 
     def _memory(self, source: str, number: int, mapped: Mapping[int, MappedMemory]) -> MappedMemory:
         memory = mapped.get(number)
@@ -317,6 +343,39 @@ def _check_unchanged(want: Want) -> None:
             f"has lost its memory since it was attached ({storage.nbytes()} bytes are left of its"
             " storage): give it back before versions arrive, in on_prepare say",
         )
+
+
+def _append(runs: list[Run], run: Run) -> None:
+    """Appends a run, to the last one if it goes on where that ends."""
+    last = runs[-1] if runs else Run(0, 0, 0)
+    if last.source + last.nbytes == run.source and last.target + last.nbytes == run.target:
+        runs[-1] = Run(last.target, last.source, last.nbytes + run.nbytes)
+    else:
+        runs.append(run)
+
+
+def _lane(ordinal: int, runs: list[Run], boxes: list[tuple[Step, int]]) -> _Lane:
+    from .device_copies import DeviceRuns
+
+    return _Lane(ordinal, DeviceRuns(ordinal, runs), boxes)
+
+
+@contextmanager
+def _devices(ready: _Ready, memories: Sequence[MappedMemory]) -> Iterator[None]:
+    """Has GPUs copy what they are to; all of it is done when the block has ended."""
+    if not ready.lanes:
+        yield
+        return
+    from .device_copies import lane
+
+    events = {id(event): event for memory in memories if (event := memory.event) is not None}
+    with ExitStack() as stack:
+        for each in ready.lanes:
+            stack.enter_context(lane(each.ordinal, events.values()))
+            each.runs.issue()
+            for step, place in each.boxes:
+                _copy_box(step, memories[place])
+        yield
 
 
 def _copy_box(step: Step, memory: MappedMemory) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from ..protocol.errors import TensorleaseError
 from ..protocol.records import Holder
@@ -116,6 +117,14 @@ class SharedMemoryError(MemoryError_):
         """Returns the same, said of these tensors."""
         names = tuple(dict.fromkeys(tensors))
         return SharedMemoryError(self.path, self.needed, self.free, self.reason, names)
+
+
+class GpuMemoryError(MemoryError_):
+    """Memory of a GPU could not be had, or not be shared."""
+
+
+NO_ROOM: Final = (SharedMemoryError, GpuMemoryError)
+"""What new memory may be refused with."""
 
 
 class RingFullError(MemoryError_):

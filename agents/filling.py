@@ -26,7 +26,7 @@ without their scales, and are left as they are."""
 
 def check_sendable(placed: Placed) -> None:
     """Raises `ExportError` for a tensor that a trainer cannot send, though it has plain memory."""
-    if not placed.nbytes or placed.tensor.device.type != "cpu":
+    if not placed.nbytes:
         return
     received = process_mappings().owner_of(placed.tensor.data_ptr())
     if received is not None:
@@ -73,8 +73,14 @@ def sent_dtype(placed: Placed, own: str | None, of_round: str | None) -> str:
     return own
 
 
+def _is_same_gpu(placed: Placed, slot: torch.Tensor) -> bool:
+    return slot.is_cuda and placed.device == slot.device
+
+
 def fill(slot: torch.Tensor, offset: int, placed: Placed, box: Region, dtype: str) -> None:
     """Copies a box of a tensor into a slot; all of it is there when this returns.
+
+    In a slot on a GPU it is there for what follows on this thread's current stream.
 
     Args:
         slot: The slot, uint8 of one axis.
@@ -88,10 +94,21 @@ def fill(slot: torch.Tensor, offset: int, placed: Placed, box: Region, dtype: st
     if not nbytes:
         return
     run = single_run(box, placed.region.length)
-    cpu = placed.device.type == "cpu"
+    cpu = placed.device.type == slot.device.type == "cpu"
     if dtype == placed.dtype and placed.contiguous and cpu and run is not None:
         source = placed.address + run[0] * item
         copy_runs([Run(slot.data_ptr() + offset, source, nbytes)])
+        return
+    if (
+        dtype == placed.dtype
+        and placed.contiguous
+        and run is not None
+        and _is_same_gpu(placed, slot)
+    ):
+        from .device_copies import copy_now
+
+        source = placed.address + run[0] * item
+        copy_now(slot.device.index, Run(slot.data_ptr() + offset, source, nbytes))
         return
     target = slot[offset : offset + nbytes]
     with torch.no_grad():

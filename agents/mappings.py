@@ -37,7 +37,7 @@ class Mappings:
         with self._lock:
             held = self._held.get((source, number))
             if held is None:
-                held = _Held(handle, open_handle(handle), 0)
+                held = _Held(handle, open_handle(handle, source, number), 0)
                 self._held[source, number] = held
             elif held.handle != handle:
                 raise MappingError(
@@ -74,20 +74,25 @@ class Mappings:
         """Returns whose buffer (source, number) the byte at `address` belongs to, None if nobody's."""
         with self._lock:
             for key, held in self._held.items():
-                if held.memory.address <= address < held.memory.address + held.memory.nbytes:
+                memory = held.memory
+                if memory.foreign and memory.address <= address < memory.address + memory.nbytes:
                     return key
         return None
 
 
-def open_handle(handle: Handle) -> MappedMemory:
-    """Maps a handle by its kind; raises `MappingError` for a kind that cannot be opened here."""
+def open_handle(handle: Handle, source: str, number: int) -> MappedMemory:
+    """Maps buffer `number` of trainer instance `source`, by its kind.
+
+    Raises:
+        MappingError: It cannot be mapped here.
+    """
     if isinstance(handle, ShmHandle):
         from .shm import open_segment
 
         return open_segment(handle)
-    raise MappingError(
-        f"{type(handle).__name__} cannot be opened by this agent: it has no memory kind for it"
-    )
+    from .cuda import CudaMapping, local_export
+
+    return CudaMapping(handle, local_export(source, number))
 
 
 _process = Mappings()

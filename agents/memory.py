@@ -39,6 +39,19 @@ class ExportedMemory(Protocol):
         """
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        ...
+
+    def holds(self, address: int) -> bool:
+        """Whether the byte at `address` belongs to what was put into it."""
+        ...
+
+    def written(self) -> None:
+        """What this thread's streams have written to it is to be read from now on."""
+        ...
+
     def missing(self) -> bool:
         """Whether someone removed it under us, so that nobody can map it any more."""
         ...
@@ -61,6 +74,21 @@ class MappedMemory(Protocol):
         """Where it begins in this process."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """The device that can read it."""
+        ...
+
+    @property
+    def event(self) -> torch.cuda.Event | None:
+        """What the trainer has written is there after it; None: it is there."""
+        ...
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it is another's: the memory at this address was not made here."""
+        ...
+
     def flat(self) -> torch.Tensor:
         """Returns all of it, uint8 of shape (nbytes,). To be dropped before `unmap`."""
         ...
@@ -79,6 +107,14 @@ class MappedMemory(Protocol):
             MappingError: A tensor still looks into it; may be called again once it is dropped.
         """
         ...
+
+
+def bytes_of(memory: ExportedMemory) -> torch.Tensor:
+    """Returns all of it, uint8 of shape (nbytes,)."""
+    import torch
+
+    data = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return data.set_(memory.storage(0, memory.nbytes))
 
 
 class MemoryKind(Protocol):

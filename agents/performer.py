@@ -285,6 +285,7 @@ class Performer:
             return
         try:
             _refuse_coroutine(self._callback(self._copied.handover))
+            self._copied.handover.await_devices()
         except BaseException as raised:  # noqa: BLE001 - reported
             error = raised
         self._copy_s += time.monotonic() - start
@@ -299,6 +300,7 @@ class Performer:
             result = self._callback(self._copied.handover)
             if inspect.isawaitable(result):
                 await result
+            self._copied.handover.await_devices()
         except BaseException as raised:  # noqa: BLE001 - reported
             error = raised
         result = None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from ..protocol.errors import ConfigError, RefusedError
 from ..protocol.records import Code
@@ -21,6 +22,9 @@ from .shm import ShmMemory
 from .source import RegisteredBuffers, register
 from .subset import Chosen, select
 from .verifying import with_digests
+
+if TYPE_CHECKING:
+    from .cuda import CudaMemory
 
 
 class Registry:
@@ -39,6 +43,7 @@ class Registry:
         self._directory = directory
         # Made when it is needed: that removes what dead trainers left.
         self._memory: ShmMemory | None = None
+        self._gpu: CudaMemory | None = None
         self._buffer_numbers = itertools.count()
         self._offer_numbers = itertools.count()
         self._offers: dict[int, RegisteredBuffers] = {}
@@ -81,7 +86,9 @@ class Registry:
                 pairs, memory=memory, numbers=numbers, regions=regions, dtype=dtype
             )
         else:
-            buffers = register(pairs, memory=memory, numbers=numbers, regions=regions)
+            buffers = register(
+                pairs, memory=memory, numbers=numbers, regions=regions, gpu=self._gpu_kind
+            )
         body = encode_body(OfferBody(buffers.buffers))
         if len(body) > max_body:
             buffers.close()
@@ -100,13 +107,19 @@ class Registry:
         for buffers in list(self._offers.values()):
             buffers.fill()
 
-    def allocate(self, nbytes: int) -> tuple[int, ExportedMemory]:
+    def allocate(self, nbytes: int, ordinal: int | None = None) -> tuple[int, ExportedMemory]:
         """Makes memory for a buffer that is part of no offer; returns its number too.
 
+        Args:
+            nbytes: Its size.
+            ordinal: The GPU that it is to lie on; None: shared memory.
+
         Raises:
-            SharedMemoryError: There is not enough room.
+            SharedMemoryError, GpuMemoryError: There is not enough room.
         """
         number = next(self._buffer_numbers)
+        if ordinal is not None:
+            return number, self._gpu_kind().allocate(nbytes, number, ordinal)
         return number, self._kind().allocate(nbytes, number)
 
     def number(self) -> int:
@@ -117,6 +130,18 @@ class Registry:
         if self._memory is None:
             self._memory = ShmMemory(self._instance, self._directory)
         return self._memory
+
+    def _gpu_kind(self) -> CudaMemory:
+        from .cuda import CudaMemory
+
+        if self._gpu is None:
+            self._gpu = CudaMemory(self._instance)
+        return self._gpu
+
+    def written(self) -> None:
+        """What this thread's streams were told so far is part of what workers read next."""
+        if self._gpu is not None:
+            self._gpu.written()
 
     def all(self) -> list[RegisteredBuffers]:
         """Returns everything that each round carries."""
@@ -171,7 +196,7 @@ class Registry:
 
     def renew(self, buffers: RegisteredBuffers) -> None:
         """Moves them into new memory; see `RegisteredBuffers.renew`. Not under a lock."""
-        self.former.update(buffers.renew(self._kind(), self._buffer_numbers))
+        self.former.update(buffers.renew(self._kind(), self._buffer_numbers, self._gpu_kind))
 
     def drop_closed(self) -> None:
         """What its user has closed, and not unregistered, is part of no round any more."""

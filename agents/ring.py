@@ -11,6 +11,7 @@ silent but living worker keeps is *stuck*: another takes its place, within a lim
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Final
@@ -20,6 +21,7 @@ from msgspec import Struct, field
 from ..protocol.errors import ConfigError
 from ..protocol.records import Holder
 
+_DEVICE: Final = re.compile(r"cpu|cuda:\d{1,3}")
 MIN_SLOT_BYTES: Final = 4096
 MAX_SLOT_BYTES: Final = 2**40
 DEFAULT_SLOTS: Final = 4
@@ -40,8 +42,13 @@ class RingOptions(Struct, frozen=True):
     max_quarantine_bytes: int | None = None
     """Bytes of slots beyond these that may exist while silent workers keep some; default: twice
     the bytes of all slots. 0: none is replaced."""
+    device: str = "cpu"
+    """Where the slots lie: shared memory (`cpu`), or a GPU (`cuda:0`), whose workers then copy from
+    its memory."""
 
     def __post_init__(self) -> None:
+        if not _DEVICE.fullmatch(str(self.device)):
+            raise ConfigError(f"device {self.device!r}: must be 'cpu' or 'cuda:N'")
         for name, low, high in (
             ("num_ipc_handles", 1, 65_535),
             ("slot_bytes", MIN_SLOT_BYTES, MAX_SLOT_BYTES),
@@ -52,6 +59,11 @@ class RingOptions(Struct, frozen=True):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(f"{name} {value!r}: must be a whole number from {low} to {high}")
+
+    @property
+    def ordinal(self) -> int | None:
+        """The GPU that the slots lie on; None: shared memory."""
+        return None if self.device == "cpu" else int(self.device.partition(":")[2])
 
     @property
     def quarantine_limit(self) -> int:

@@ -9,11 +9,11 @@ import torch
 
 from ..protocol.errors import ClosedError
 from ..protocol.tables import BatchBody, Buffer, encode_body
-from .memory import ExportedMemory
+from .memory import ExportedMemory, bytes_of
 from .packing import Packing
 from .ring import RingOptions, Slots, SlotState
 
-Allocate = Callable[[int], tuple[int, ExportedMemory]]
+Allocate = Callable[[int, int | None], tuple[int, ExportedMemory]]
 
 
 class Filling(NamedTuple):
@@ -43,7 +43,7 @@ class RingMemory:
 
     Args:
         options: How large it is.
-        allocate: Gives memory of so many bytes, with the number of its buffer.
+        allocate: Gives memory of so many bytes, of a GPU or shared, with the number of its buffer.
     """
 
     def __init__(self, options: RingOptions, allocate: Allocate) -> None:
@@ -57,12 +57,13 @@ class RingMemory:
         """Makes memory for new slots, to be given to `add`: all of it or none.
 
         Raises:
-            SharedMemoryError: There is not enough room; nothing is left behind.
+            SharedMemoryError, GpuMemoryError: There is not enough room; nothing is left behind.
         """
         made: list[tuple[int, ExportedMemory]] = []
+        options = self.slots.options
         try:
             while len(made) < count:
-                made.append(self._allocate(self.slots.options.slot_bytes))
+                made.append(self._allocate(options.slot_bytes, options.ordinal))
         except BaseException:
             for _, memory in made:
                 memory.free()
@@ -81,8 +82,7 @@ class RingMemory:
         self._check_open()
         for number, memory in made:
             self._memory[number] = memory
-            storage = memory.storage(0, memory.nbytes)
-            self._views[number] = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._views[number] = bytes_of(memory)
             self.slots.add(number)
 
     def fill(self, table_bytes: int) -> Filling | None:

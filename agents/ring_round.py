@@ -24,7 +24,7 @@ from ..protocol.regions import Region, is_common
 from ..protocol.tables import TensorEntry
 from .arguments import check_timeout
 from .digests import digest_buffer
-from .errors import ExportError, RingFullError, SharedMemoryError
+from .errors import NO_ROOM, ExportError, GpuMemoryError, RingFullError, SharedMemoryError
 from .filling import check_sendable, dtype_name, fill, sent_dtype
 from .packing import TABLE_BYTES, cut, table_cost
 from .pieces import Pieces, Place
@@ -138,7 +138,7 @@ class RingRound:
                 former._put_back()
             try:
                 source._make_slots()
-            except SharedMemoryError:
+            except NO_ROOM:
                 if not source._ring.slots.live:
                     raise  # With fewer slots it goes on.
             assert connection.welcome is not None
@@ -283,7 +283,7 @@ class RingRound:
             RefusedError: The broker refuses the round.
             ConfigError: `tied` are no names, or `dtype` is not floating.
             ClosedError: It is not inside the `with` block.
-            SharedMemoryError: There is no room to replace the slots that silent workers keep.
+            SharedMemoryError, GpuMemoryError: There is no room to replace the slots that silent workers keep.
         """
         if not isinstance(tied, Iterable):
             raise ConfigError(f"tied {tied!r}: must be names of tensors")
@@ -450,7 +450,7 @@ class RingRound:
         slots = ring.slots
         deadline = time.monotonic() + self._timeout
         # There is no room for what would replace a stuck slot: others may come back.
-        no_room: SharedMemoryError | None = None
+        no_room: SharedMemoryError | GpuMemoryError | None = None
 
         def ready() -> bool:
             if self.ended or slots.free or slots.exhausted:
@@ -474,7 +474,7 @@ class RingRound:
                     raise no_room
             try:
                 self._source._make_slots()
-            except SharedMemoryError as error:
+            except NO_ROOM as error:
                 no_room = error
         return True
 
@@ -490,6 +490,7 @@ class RingRound:
             proofs.append(proof)
         body = filling.body(tags)
         deadline = time.monotonic() + self._timeout
+        filling.memory.written()
         with connection.acting():
             # A restarted broker counts stuck leases in its window until it says that they are.
             connection.wait_until(

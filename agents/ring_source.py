@@ -68,7 +68,7 @@ class RingSource(Agent[TrainerCore]):
                 rank that sends nothing for so long fails the round.
 
         Raises (when the block begins):
-            SharedMemoryError: There is no room for the slots; nothing is left behind.
+            SharedMemoryError, GpuMemoryError: There is no room for the slots; nothing is left behind.
             ConfigError: There are more slots than the broker's window allows.
             RefusedError: The version does not rise, or this thread has a round open already.
             DeadlineError: An earlier round has not ended.
@@ -206,7 +206,7 @@ class RingSource(Agent[TrainerCore]):
         """Makes the slots that are lacking.
 
         Raises:
-            SharedMemoryError: There is no room; nothing is left behind.
+            SharedMemoryError, GpuMemoryError: There is no room; nothing is left behind.
         """
         with self._connection.acting():
             if removed := self._ring.retire_missing():

@@ -22,7 +22,7 @@ from .errors import ExportError
 from .memory import ExportedMemory, MemoryKind
 from .pieces import Pieces
 from .placement import NamedTensors, Placed, place
-from .source import RegisteredBuffers, allocate_for, check_own, empty_buffer, entry_of, pack
+from .source import Gpu, RegisteredBuffers, allocate_for, check_own, empty_buffer, entry_of, pack
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype] | Callable[[str], torch.dtype | None]
 """The dtype of all tensors, or of each by its name; what a mapping lacks, or a function returns
@@ -59,7 +59,7 @@ class ShadowBuffers(RegisteredBuffers):
         self._places = []  # The tensors themselves lie wherever they do.
 
     def _made_anew(
-        self, memory: MemoryKind, numbers: Iterator[int]
+        self, memory: MemoryKind, numbers: Iterator[int], gpu: Gpu
     ) -> tuple[list[Buffer], list[ExportedMemory]]:
         return _make(self._copied, self._placed, self._dtypes, memory, numbers)
 

@@ -98,6 +98,20 @@ class ShmSegment:
         view = torch.frombuffer(self._block, dtype=torch.uint8, offset=offset, count=nbytes)
         return view.untyped_storage()
 
+    @property
+    def device(self) -> torch.device:
+        """The processor's."""
+        import torch
+
+        return torch.device("cpu")
+
+    def holds(self, address: int) -> bool:
+        """Whether the byte at `address` lies in it."""
+        return self.address <= address < self.address + self.nbytes
+
+    def written(self) -> None:
+        """The processor has, when it says so."""
+
     def missing(self) -> bool:
         """Whether its file was removed by someone else."""
         return self._unlink.alive and not self._path.exists()
@@ -131,6 +145,23 @@ class ShmMapping:
     def address(self) -> int:
         """Where it begins in this process."""
         return self._address
+
+    @property
+    def device(self) -> torch.device:
+        """The processor's."""
+        import torch
+
+        return torch.device("cpu")
+
+    @property
+    def event(self) -> None:
+        """A trainer's processor has written before it says so."""
+        return None
+
+    @property
+    def foreign(self) -> bool:
+        """Also what this process made is mapped anew."""
+        return True
 
     def flat(self) -> torch.Tensor:
         """Returns the segment as uint8 of shape (nbytes,); writing to it ends the process."""

@@ -17,12 +17,12 @@ from msgspec.structs import replace
 from ..protocol.errors import ConfigError, DeadlineError
 from ..protocol.tables import BatchBody, Buffer, encode_body
 from .copying import Run, copy_runs
-from .memory import ExportedMemory
+from .memory import ExportedMemory, bytes_of
 from .source import RegisteredBuffers
 from .subset import Chosen, select
 
-Allocate = Callable[[int], tuple[int, ExportedMemory]]
-"""Gives a new buffer of so many bytes, at least 1: its number, and its memory."""
+Allocate = Callable[[int, int | None], tuple[int, ExportedMemory]]
+"""Gives a new buffer of so many bytes, at least 1, of a GPU or shared: its number, and its memory."""
 
 
 class Copies(Struct, frozen=True):
@@ -50,6 +50,8 @@ class Snapshot:
         self._memory: list[ExportedMemory] = []
         # What is copied into which segment.
         self._runs: dict[int, Run] = {}
+        # What lies on a GPU, and the segment that it is fetched into.
+        self._fetched: dict[int, tuple[ExportedMemory, ExportedMemory]] = {}
         # Where the registered bytes lay when that was worked out: they move when they are renewed.
         self._addresses: list[int] = []
         # What a round of everything carries.
@@ -94,6 +96,7 @@ class Snapshot:
         memory: list[ExportedMemory] = []
         copies: list[Copies] = []
         runs: dict[int, Run] = {}
+        fetched: dict[int, tuple[ExportedMemory, ExportedMemory]] = {}
         try:
             for of in registered:
                 buffers: list[Buffer] = []
@@ -101,9 +104,12 @@ class Snapshot:
                     if source is None:
                         buffers.append(replace(original, number=self._number()))
                         continue
-                    number, target = self._allocate(original.nbytes)
+                    number, target = self._allocate(original.nbytes, None)
                     memory.append(target)
-                    runs[number] = Run(target.address, source.address, original.nbytes)
+                    if source.device.type == "cpu":
+                        runs[number] = Run(target.address, source.address, original.nbytes)
+                    else:
+                        fetched[number] = (target, source)
                     buffers.append(replace(original, number=number, handle=target.handle))
                 copies.append(Copies(of.names, buffers))
             every = [buffer for of in copies for buffer in of.buffers]
@@ -119,6 +125,7 @@ class Snapshot:
             raise
         self._fits, self._memory, self._copies = list(registered), memory, copies
         self._runs, self._addresses = runs, _addresses(registered)
+        self._fetched = fetched
         numbers = [buffer.number for buffer in every]
         self._all = Chosen(numbers, sum(of.nbytes for of in registered), body, False)
 
@@ -130,6 +137,10 @@ class Snapshot:
                 all.
         """
         chosen = select(subset, self._copies) if subset else self._all
+        for number in chosen.buffers:
+            if number in self._fetched:
+                target, source = self._fetched[number]
+                bytes_of(target).copy_(bytes_of(source))
         copy_runs([self._runs[number] for number in chosen.buffers if number in self._runs])
         return chosen
 
@@ -143,7 +154,7 @@ class Snapshot:
         """Gives the segments back; returns their numbers. Who has them mapped keeps them."""
         numbers = self.buffers
         memory, self._memory, self._copies, self._fits = self._memory, [], [], []
-        self._runs = {}
+        self._runs, self._fetched = {}, {}
         for segment in memory:
             segment.free()
         return numbers

@@ -1,6 +1,6 @@
 """What a trainer registers: its tensors' storages, moved once into memory that workers can map.
 
-As with `Tensor.share_memory_()`, the storage is what moves: parameters, tied tensors, views and
+Those of a GPU stay where they are: what they lie in is exported (`cuda`). Of the others, as with `Tensor.share_memory_()`, the storage is what moves: parameters, tied tensors, views and
 whatever else looks into it go on looking into the same, now shared, bytes.
 
 How it moves depends on torch. Where a storage can exchange its memory with another
@@ -12,9 +12,9 @@ then refused by name, since they would silently keep the old bytes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from msgspec import Struct, field
@@ -27,10 +27,17 @@ from .memory import ExportedMemory, MemoryKind
 from .pieces import Pieces
 from .placement import NamedTensors, Placed, holds_pieces, place
 
+if TYPE_CHECKING:
+    from .cuda import CudaMemory
+    from .cuda_driver import Extent
+
 SEGMENT_BYTES: Final = 64 * 2**20
 """Storages up to this size are packed together; a larger one has a segment of its own."""
 ALIGNMENT: Final = 256
 """Bytes: every storage begins at a multiple, as torch's own allocators do."""
+
+Gpu = Callable[[], "CudaMemory"] | None
+"""Gives the kind for tensors of a GPU, made when it is needed first."""
 
 CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
@@ -83,7 +90,7 @@ class RegisteredBuffers:
         """Whether the memory, or a part of it, was removed by something else."""
         return any(memory.missing() for memory in self._memory)
 
-    def renew(self, memory: MemoryKind, numbers: Iterator[int]) -> list[int]:
+    def renew(self, memory: MemoryKind, numbers: Iterator[int], gpu: Gpu = None) -> list[int]:
         """Moves into new memory, as `register` does; returns the former buffers.
 
         Who has those mapped may go on reading; nobody writes to them any more.
@@ -94,7 +101,7 @@ class RegisteredBuffers:
         former = self.numbers
         _registered.discard(self)  # Else its tensors are registered already.
         try:
-            buffers, exported = self._made_anew(memory, numbers)
+            buffers, exported = self._made_anew(memory, numbers, gpu)
         finally:
             _registered.add(self)
         for gone in self._memory:
@@ -103,9 +110,9 @@ class RegisteredBuffers:
         return former
 
     def _made_anew(
-        self, memory: MemoryKind, numbers: Iterator[int]
+        self, memory: MemoryKind, numbers: Iterator[int], gpu: Gpu
     ) -> tuple[list[Buffer], list[ExportedMemory]]:
-        return _move(self._placed, memory, numbers)
+        return _move(self._placed, memory, numbers, gpu)
 
     @property
     def shadows(self) -> bool:
@@ -148,7 +155,7 @@ class RegisteredBuffers:
 
     def holds(self, address: int) -> bool:
         """Whether the byte at `address` lies in these buffers."""
-        return any(m.address <= address < m.address + m.nbytes for m in self._memory)
+        return any(memory.holds(address) for memory in self._memory)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Returns names and (local) tensors that workers read; those without elements are left out."""
@@ -181,6 +188,7 @@ def register(
     memory: MemoryKind,
     numbers: Iterator[int],
     regions: Pieces | None = None,
+    gpu: Gpu = None,
 ) -> RegisteredBuffers:
     """Moves the storages of the tensors into `memory`, each once, all of them or none.
 
@@ -195,22 +203,27 @@ def register(
         memory: The kind of memory to move into.
         numbers: Gives the number of each new buffer; never one twice within a trainer's instance.
         regions: For plain tensors that are pieces of larger ones: global shape and start.
+        gpu: Gives the kind that exports tensors of a GPU where they are; None: they are refused.
 
     Raises:
         ExportError: A tensor cannot be registered; its name, why, and the way out. Nothing moved.
         SharedMemoryError: There is not enough room. Nothing moved, nothing is left behind.
     """
     placed = place(named_tensors, regions, ExportError)
-    buffers, exported = _move(placed, memory, numbers)
+    buffers, exported = _move(placed, memory, numbers, gpu)
     return RegisteredBuffers(buffers, exported, placed)
 
 
 def _move(
-    placed: list[Placed], memory: MemoryKind, numbers: Iterator[int]
+    placed: list[Placed], memory: MemoryKind, numbers: Iterator[int], gpu: Gpu
 ) -> tuple[list[Buffer], list[ExportedMemory]]:
-    """Moves the storages of the tensors, all or none; returns their buffers and the new memory."""
+    """Moves the storages of the tensors, all or none; returns their buffers and the new memory.
+
+    Those of a GPU are exported where they are.
+    """
     empty = [tensor for tensor in placed if not tensor.nbytes]
-    every = _storages_of(placed, memory.device)
+    there = [t for t in placed if t.nbytes and gpu is not None and t.tensor.is_cuda]
+    every = _storages_of([t for t in placed if t not in there] if there else placed, memory.device)
     exported: list[ExportedMemory] = []
     moved: list[_Moved] = []
     buffers: list[Buffer] = []
@@ -226,6 +239,8 @@ def _move(
                 moved[-1].move()
                 entries += [_shifted(entry, offset) for entry in every[index].entries]
             buffers.append(Buffer(number, nbytes, segment.handle, entries))
+        if there and gpu is not None:
+            _export(_storages_of(there, "cuda"), gpu(), numbers, buffers, exported)
         if empty:
             buffers.append(empty_buffer(next(numbers), empty))
     except BaseException:
@@ -237,6 +252,36 @@ def _move(
             segment.free()
         raise
     return buffers, exported
+
+
+def _export(
+    every: list[_Storage],
+    gpu: CudaMemory,
+    numbers: Iterator[int],
+    buffers: list[Buffer],
+    exported: list[ExportedMemory],
+) -> None:
+    """Exports storages of GPUs where they are: a buffer for each allocation that they lie in."""
+    from .cuda import extents, not_shared
+    from .cuda_driver import CudaError
+
+    groups: dict[tuple[int, Extent], list[_Storage]] = {}
+    where = extents([each.storage for each in every], every[0].placed[0].name)
+    for each, key in zip(every, where, strict=True):
+        groups.setdefault(key, []).append(each)
+    for (ordinal, extent), group in groups.items():
+        number = next(numbers)
+        try:
+            memory = gpu.export(number, ordinal, extent, [each.storage for each in group])
+        except CudaError as error:
+            raise not_shared(group[0].placed[0].name, error) from None
+        exported.append(memory)
+        entries = [
+            _shifted(entry, each.storage.data_ptr() - memory.address)
+            for each in group
+            for entry in each.entries
+        ]
+        buffers.append(Buffer(number, memory.nbytes, memory.handle, entries))
 
 
 def _storages_of(placed: list[Placed], device: str) -> list[_Storage]:
@@ -251,7 +296,7 @@ def _storages_of(placed: list[Placed], device: str) -> list[_Storage]:
     every = list(storages.values())
     for moving in every:
         moving.entries = _describe(moving)
-        if not CAN_SWAP:
+        if device == "cpu" and not CAN_SWAP:
             _check_views_known(moving)
     return every
 
@@ -297,7 +342,8 @@ def _check_movable(placed: Placed, device: str) -> None:
             "is already registered (or shares the memory of a tensor that is): use that"
             " registration, or close it first",
         )
-    if tensor.untyped_storage().is_shared():
+    # That of a GPU always says that it is.
+    if device == "cpu" and tensor.untyped_storage().is_shared():
         raise ExportError(
             name,
             "was shared between processes by torch (share_memory_()), which would lose sight of"

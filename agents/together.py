@@ -6,7 +6,6 @@ come batch by batch, what has come of a group is kept aside until the rest of it
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -53,9 +52,10 @@ def incomplete(group: frozenset[str], there: Iterable[str], what: str) -> list[s
 class HeapMemory:
     """A copy of a piece of a trainer's memory, which looks like a mapping."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-        ctypes.memmove(self._bytes.data_ptr(), address, nbytes)
+    def __init__(self, data: torch.Tensor) -> None:
+        self._bytes = data.clone()
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +66,21 @@ class HeapMemory:
     def address(self) -> int:
         """Where it begins in this process."""
         return self._bytes.data_ptr()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the piece lay, too."""
+        return self._bytes.device
+
+    @property
+    def event(self) -> None:
+        """It was copied after it."""
+        return None
+
+    @property
+    def foreign(self) -> bool:
+        """It is this process's own."""
+        return False
 
     def flat(self) -> torch.Tensor:
         """Returns all of it, uint8 of shape (nbytes,)."""
@@ -141,7 +156,7 @@ class Together:
         if entry.nbytes:
             if memory is None or memory.nbytes < entry.offset + entry.nbytes:
                 raise MappingError(f"{entry.name!r} is in a buffer that is not mapped in full")
-            copies[number] = HeapMemory(memory.address + entry.offset, entry.nbytes)
+            copies[number] = HeapMemory(memory.flat()[entry.offset : entry.offset + entry.nbytes])
         mine = TensorEntry(entry.name, entry.dtype, entry.shape, entry.region, 0)
         buffer = Buffer(number, entry.nbytes, None, [mine])
         plan = self._attached.plan({source: [buffer]}, partial=True)

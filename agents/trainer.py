@@ -345,6 +345,7 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
         self, terms: Terms, subset: tuple[str, ...], carries: Chosen | None = None
     ) -> RoundHandle:
         handle = RoundHandle(self, terms.version, self._missing, subset, carries)
+        self._registry.written()
         with self._connection.acting():
             self._connection.raise_if_broken()
             self._open(terms, handle)

@@ -23,7 +23,7 @@ from ..protocol.tables import (
 from .copy_plan import CopyPlan
 from .digests import digest_buffer, read_buffer
 from .errors import MappingError
-from .memory import ExportedMemory, MappedMemory
+from .memory import ExportedMemory, MappedMemory, bytes_of
 from .subset import Chosen
 
 Exports = Iterable[tuple[Buffer, ExportedMemory | None]]
@@ -57,8 +57,9 @@ def with_digests(chosen: Chosen, exports: Exports) -> Chosen:
 
 
 def _bytes_of(memory: ExportedMemory | None) -> torch.Tensor:
-    data = torch.empty(0, dtype=torch.uint8)
-    return data if memory is None else data.set_(memory.storage(0, memory.nbytes))
+    if memory is None:
+        return torch.empty(0, dtype=torch.uint8)
+    return bytes_of(memory)
 
 
 class Part(NamedTuple):

@@ -1,7 +1,7 @@
 """Handles: how a worker maps a trainer's buffer. Typed, bounded, never pickled.
 
 A handle is checked while it is decoded; nothing is opened or rebuilt from one that does not pass.
-The bytes of a `CudaIpcHandle` are opaque: they are never compared, and no state is keyed by them.
+The bytes of a `CudaIpcHandle` are opaque.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from .limits import Bytes
 from .segments import NAME_PATTERN, SegmentName, parse_name
 
 MAX_IPC_HANDLE_BYTES = 256
+CUDA_FORMAT = 1
+"""The driver's `CUipcMemHandle` and `CUipcEventHandle`, 64 bytes each."""
 
 
 class _Handle(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -39,10 +41,10 @@ class ShmHandle(_Handle, frozen=True, tag="shm"):
 
 
 class CudaIpcHandle(_Handle, frozen=True, tag="cuda-ipc"):
-    """An allocation of GPU memory, by its CUDA IPC handle."""
+    """A part of an allocation of GPU memory, by the allocation's CUDA IPC handle."""
 
     format_version: Annotated[int, Meta(ge=0, le=255)]
-    """First byte of torch's handle: differs between torch releases."""
+    """What `handle` and `event` are: see `CUDA_FORMAT`."""
     gpu_uuid: Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")]
     """The device's UUID without prefix, in lower case."""
     handle: Annotated[bytes, Meta(min_length=1, max_length=MAX_IPC_HANDLE_BYTES)]
@@ -50,8 +52,8 @@ class CudaIpcHandle(_Handle, frozen=True, tag="cuda-ipc"):
     """Size of the exported allocation in bytes."""
     storage_offset: Bytes
     """Where the buffer begins in the allocation, in bytes."""
-    torch_version: Annotated[str, Meta(min_length=1, max_length=64)]
-    """The torch that made the handle."""
+    event: Annotated[bytes, Meta(min_length=1, max_length=MAX_IPC_HANDLE_BYTES)]
+    """The IPC handle of an event: what a batch carries is there after the event's last record."""
 
 
 Handle = ShmHandle | CudaIpcHandle

@@ -94,6 +94,7 @@ SCENARIOS = {
         Part("cast_trainer.py", COMMITTED),
         Part("cast_worker.py", r"torch\.float16 \[3\.0\]", ranks=2),
     ],
+    "gpu": [Part("gpu_trainer.py", COMMITTED), Part("gpu_worker.py", r"at version 3 3\.0")],
     "asyncio": [Part("async_trainer.py", ""), Part("async_worker.py", r"version 3 3\.0")],
     "ring": [Part("ring_trainer.py", "4 slots, 64 MiB"), Part("ring_worker.py", "at version 3")],
     "callback": [
@@ -136,7 +137,9 @@ def spawn() -> Iterator[Spawn]:
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.gpu] * (each == "gpu")) for each in SCENARIOS]
+)
 def test_the_programs_do_together_what_they_say(
     name: str, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

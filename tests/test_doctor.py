@@ -138,6 +138,18 @@ def test_a_broker_that_was_named_and_is_not_there_is_a_failure(
     assert (levels["broker"], levels["round trip"]) == ("FAIL", "FAIL")
 
 
+@pytest.mark.gpu
+@pytest.mark.program
+def test_where_there_is_a_gpu_another_round_goes_through_its_memory(url: str, spawn: Spawn) -> None:
+    done = spawn(run_command, "doctor").result(90.0)
+    assert done.code == 0, done
+    lines = done.out.splitlines()
+    assert any(line.startswith("ok    GPUs: cuda:0 ") for line in lines)
+    assert lines[-1].startswith(
+        "ok    round trip on cuda:0: through a private broker: 5.0 MiB, all"
+    )
+
+
 def doctor_whose_worker_cannot_start(*words: str) -> Done:
     """In a child: what should be the worker's process ends at once."""
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +173,8 @@ def test_a_real_round_goes_through_a_private_broker_and_nothing_is_left(
     done = spawn(run_command, "doctor").result(60.0)
     assert done.code == 0, done
     lines = done.out.splitlines()
-    assert lines[-1].startswith("ok    round trip: through a private broker: 5.0 MiB, all bytes")
+    trips = [line for line in lines if "round trip" in line]
+    assert trips[0].startswith("ok    round trip: through a private broker: 5.0 MiB, all bytes")
     assert any(line.startswith("warn  broker: no broker answers at") for line in lines)
     assert all(line[:6] in ("ok    ", "warn  ") for line in lines)
     assert os.listdir(Path(url.removeprefix("ipc://")).parent / "tensorlease") == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +29,9 @@ def _prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     seen: list[tuple[int, ...]] = []
     prepare = CopyPlan._prepare
 
-    def noted(self: CopyPlan, source: str, taken: tuple[int, ...], addresses: list[int]) -> object:
+    def noted(self: CopyPlan, source: str, taken: tuple[int, ...], *where: Any) -> object:
         seen.append(taken)
-        return prepare(self, source, taken, addresses)
+        return prepare(self, source, taken, *where)
 
     monkeypatch.setattr(CopyPlan, "_prepare", noted)
     return seen

@@ -75,16 +75,6 @@ def test_registered_tensors_of_a_gpu_go_by_their_shadows(
         buffers.close()
 
 
-def test_without_a_shadow_a_tensor_of_a_gpu_is_refused_by_name(broker: Threaded, url: str) -> None:
-    from tensorlease.agents.errors import ExportError
-
-    with (
-        TrainerAgent("policy", endpoint=url) as trainer,
-        pytest.raises(ExportError, match=r"tensor 'w' is on cuda:0, .*shadow=True"),
-    ):
-        trainer.register({"w": torch.zeros(3, device="cuda")})
-
-
 def test_a_loader_may_take_what_it_gets_to_a_gpu(broker: Threaded, url: str) -> None:
     import threading
 

@@ -37,6 +37,10 @@ class Slot:
     def address(self) -> int:
         return int(self.bytes.data_ptr())
 
+    device = torch.device("cpu")
+    event = None
+    foreign = True
+
     def flat(self) -> Tensor:
         return self.bytes
 

@@ -12,7 +12,7 @@ from tensorlease.agents.mappings import Mappings, process_mappings
 from tensorlease.agents.shm import ShmMemory
 from tensorlease.protocol.handles import CudaIpcHandle, ShmHandle
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 INSTANCE = "0123456789abcdef"
 
@@ -82,8 +82,11 @@ def test_a_vanished_segment_is_named_and_nothing_is_held() -> None:
 
 def test_a_handle_of_a_kind_that_cannot_be_opened_here_is_refused() -> None:
     uuid = "0a1b2c3d-0000-1111-2222-0123456789ab"
-    with pytest.raises(MappingError, match="CudaIpcHandle"):
-        Mappings().map("t", 1, CudaIpcHandle(1, uuid, b"x", 64, 0, "2.13.0"))
+    with pytest.raises(MappingError, match="format 9, and this agent knows 1"):
+        Mappings().map("t", 1, CudaIpcHandle(9, uuid, b"x", 64, 0, b"e"))
+    if not torch.cuda.is_available():
+        with pytest.raises(MappingError, match=f"are on GPU {uuid}, and this process has no CUDA"):
+            Mappings().map("t", 1, CudaIpcHandle(1, uuid, b"x", 64, 0, b"e"))
 
 
 def test_a_process_has_one_set_of_mappings() -> None:

@@ -323,11 +323,11 @@ def test_a_snapshot_without_room_is_named_and_leaves_nothing_and_opens_nothing(
     allocate = trainer._registry.allocate
     calls: list[int] = []
 
-    def second_fails(nbytes: int) -> object:
+    def second_fails(nbytes: int, ordinal: int | None) -> object:
         calls.append(nbytes)
         if len(calls) > 1:
             raise SharedMemoryError(Path("/dev/shm"), nbytes, 0)
-        return allocate(nbytes)
+        return allocate(nbytes, ordinal)
 
     before = trainer._core.next_call()
     with monkeypatch.context() as patch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -137,9 +139,11 @@ def test_a_slot_that_the_broker_does_not_let_go_is_used_on() -> None:
         ({"slot_bytes": 4095}, "slot_bytes 4095"),
         ({"slot_bytes": 2**41}, "from 4096 to"),
         ({"max_quarantine_bytes": -1}, "max_quarantine_bytes -1"),
+        ({"device": "cuda"}, "device 'cuda': must be 'cpu' or 'cuda:N'"),
+        ({"device": 0}, "device 0: must be"),
     ],
 )
-def test_a_ring_that_cannot_be_is_refused_by_name(options: dict[str, int], named: str) -> None:
+def test_a_ring_that_cannot_be_is_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         RingOptions(**options)
 

@@ -432,7 +432,12 @@ def test_what_a_refusal_names_as_the_way_out_is_an_option_that_there_is(url: str
     """A slot, a window, a table or the memory that is too small: each message names its option."""
     options = set(RingOptions.__struct_fields__)
     said: list[tuple[str, str]] = []
-    for wrong in ({"slot_bytes": 1}, {"num_ipc_handles": 0}, {"max_quarantine_bytes": -1}):
+    every: list[dict[str, Any]] = [
+        {"slot_bytes": 1},
+        {"num_ipc_handles": 0},
+        {"max_quarantine_bytes": -1},
+    ]
+    for wrong in every:
         with pytest.raises(ConfigError) as refused:
             RingOptions(**wrong)
         (name,) = wrong

@@ -207,6 +207,26 @@ def test_a_directory_that_is_not_there_is_an_error_of_use(
     assert "float8" in error_of(capsys, "push", str(tmp_path), "--dtype=float8", code=2)
 
 
+def test_a_device_that_is_not_there_is_named(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--device cuda:99: torch sees " in error_of(
+        capsys, "push", str(model), "--device=cuda:99", code=2
+    )
+    said = error_of(capsys, "push", str(model), "--device=disk", code=2)
+    assert "device 'disk': must be 'cpu' or 'cuda:N'" in said
+
+
+@pytest.mark.gpu
+def test_it_may_go_through_the_memory_of_a_gpu(
+    spawn: Spawn, broker: Threaded, model: Path, tmp_path: Path
+) -> None:
+    worker = pulling(spawn, f"--output={tmp_path}/out", "--count=1")
+    assert cli.main(["push", str(model), "--device=cuda:0"]) == 0
+    assert worker.result().code == 0
+    assert same(loaded(tmp_path / "out" / "version-1"), tensors())
+
+
 def test_without_a_broker_both_say_where_they_looked(
     url: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from tensorlease.protocol.tables import Buffer, OfferBody, decode_offer, encode_
 NAME = "tensorlease-0-12-34-4026531836-0123abcd-7"
 UUID = "0a1b2c3d-0000-1111-2222-0123456789ab"
 SHM = ["shm", NAME, 64]
-CUDA = ["cuda-ipc", 1, UUID, b"\x01" * 64, 64, 0, "2.13.0"]
+CUDA = ["cuda-ipc", 1, UUID, b"\x01" * 64, 64, 0, b"\x02" * 64]
 
 
 def _decode(handle: object) -> Handle | None:
@@ -25,7 +25,7 @@ def _decode(handle: object) -> Handle | None:
 
 @pytest.mark.parametrize(
     "handle",
-    [ShmHandle(NAME, 64), CudaIpcHandle(1, UUID, b"\x01" * 64, 4096, 64, "2.13.0")],
+    [ShmHandle(NAME, 64), CudaIpcHandle(1, UUID, b"\x01" * 64, 4096, 64, b"\x02" * 64)],
 )
 def test_a_handle_reads_back(handle: Handle) -> None:
     body = OfferBody([Buffer(1, 64, handle, [])])

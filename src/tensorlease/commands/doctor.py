@@ -75,7 +75,13 @@ def look(endpoint: str, job: str, timeout_s: float) -> Iterator[Finding]:
         yield findings.namespaces(pid, facts.in_our_namespace(pid) if pid else None)
     if running.seen is not None:
         yield from _agents(running.seen, shm, versions)
-    yield _trip(running, versions["torch"] is not None)
+    has_torch = versions["torch"] is not None
+    gpus = facts.gpus() if has_torch else []
+    if has_torch:
+        yield findings.gpus(gpus)
+    yield _trip(running, has_torch)
+    if gpus:
+        yield _trip(running, has_torch, "cuda:0")
 
 
 def _agents(seen: Status, shm: str, versions: dict[str, str | None]) -> Iterator[Finding]:
@@ -88,8 +94,8 @@ def _agents(seen: Status, shm: str, versions: dict[str, str | None]) -> Iterator
     yield findings.both_sides([agent.software for _, agent in agents], ours)
 
 
-def _trip(running: Running, has_torch: bool) -> Finding:
-    name = "round trip"
+def _trip(running: Running, has_torch: bool, device: str = "cpu") -> Finding:
+    name = "round trip" if device == "cpu" else f"round trip on {device}"
     if not has_torch:
         return Finding(name, Level.FAIL, "not made: it needs torch", "pip install torch")
     if running.finding.level is Level.FAIL:
@@ -103,7 +109,7 @@ def _trip(running: Running, has_torch: bool) -> Finding:
                 url = running.place.url
             else:
                 url = stack.enter_context(private_broker())
-            text = round_trip(url)
+            text = round_trip(url, device)
     except TensorleaseError as error:
         way_out = "see the checks above; docs/operations.md, What to do when"
         return Finding(name, Level.FAIL, f"through {by}: {one_line(error)}", way_out)

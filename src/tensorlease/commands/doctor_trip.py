@@ -1,7 +1,7 @@
 """A real round trip: a trainer here, a worker in another process, and their bytes compared.
 
-As a program, `python -m tensorlease.commands.doctor_trip ENDPOINT`, it is the worker; which version
-it waits for it reads from stdin.
+As a program, `python -m tensorlease.commands.doctor_trip ENDPOINT DEVICE`, it is the worker; which
+version it waits for it reads from stdin.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def private_broker() -> Iterator[str]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def round_trip(endpoint: str) -> str:
+def round_trip(endpoint: str, device: str = "cpu") -> str:
     """Publishes a version to a worker in another process; returns what was seen, in words.
 
     All of them use one channel, so that a broker keeps no more than that. Of two at a time the
@@ -84,7 +84,7 @@ def round_trip(endpoint: str) -> str:
     """
     began = time.monotonic()
     worker = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, endpoint],
+        [sys.executable, "-P", "-m", __name__, endpoint, device],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -100,6 +100,7 @@ def round_trip(endpoint: str) -> str:
             "half": torch.rand(ELEMENTS // 2).to(torch.bfloat16),
             "scalar": torch.tensor(time.time_ns()),
         }
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         with (
             tl.TrainerAgent(
                 DOCTOR_CHANNEL,
@@ -161,12 +162,12 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
     made = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         made.update(ctypes.string_at(flat.data_ptr(), flat.numel()))
     return made.hexdigest()
 
 
-def serve(endpoint: str) -> None:
+def serve(endpoint: str, device: str) -> None:
     """The worker: takes one version and prints the digest of what arrived."""
     import torch
 
@@ -177,6 +178,7 @@ def serve(endpoint: str) -> None:
         "half": torch.zeros(ELEMENTS // 2, dtype=torch.bfloat16),
         "scalar": torch.tensor(0),
     }
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     told = sys.stdin.readline()
     if not told:
         return  # The trainer was not let in, and says why itself.

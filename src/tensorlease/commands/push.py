@@ -76,6 +76,12 @@ class PushReport(Struct):
     help="MiB of shared memory that it goes through.  [default: a 16th of the model, 16 to 256]",
 )
 @click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    help="Where that memory is: cpu, or a GPU (cuda:0) whose workers then copy from it.",
+)
+@click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(0.0, 86_400.0),
@@ -93,6 +99,7 @@ def push(
     replicas: int,
     dtype: str | None,
     ring_mib: int | None,
+    device: str,
     timeout_s: float,
     endpoint: str,
     job: str,
@@ -109,10 +116,12 @@ def push(
     from tensorlease.agents import TrainerAgent
 
     console = Console(stderr=True)
+    _require(device)
     checkpoint = read_checkpoint(directory)
     for note in checkpoint.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     place = find(endpoint, job)
+    ring = _ring(checkpoint, ring_mib, device)
     # Assembled: workers on every device get it, and large tensors can be sent in pieces.
     trainer = TrainerAgent(
         channel,
@@ -121,7 +130,7 @@ def push(
         group="",
         endpoint=place.url,
         distribution=Distribution.ASSEMBLED,
-        ring=_ring(checkpoint, ring_mib),
+        ring=ring,
     )
 
     def work() -> None:
@@ -178,11 +187,21 @@ def _wait(trainer: TrainerAgent, replicas: int, timeout_s: float, console: Conso
         trainer.wait_ready(replicas, timeout_s)
 
 
-def _ring(checkpoint: Checkpoint, mib: int | None) -> RingOptions:
+def _require(device: str) -> None:
+    """Refuses a device that is no place for a ring, or that torch does not see."""
+    import torch
+
+    ordinal = RingOptions(device=device).ordinal
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if ordinal is not None and ordinal >= count:
+        raise click.UsageError(f"--device {device}: torch sees {count} GPUs here")
+
+
+def _ring(checkpoint: Checkpoint, mib: int | None, device: str) -> RingOptions:
     chosen = min(max(checkpoint.nbytes // 16, LEAST_RING), MOST_RING)
     nbytes = chosen if mib is None else mib * 2**20
     # Whole pages, so that a slot has room for what is aligned.
-    return RingOptions(SLOTS, nbytes // SLOTS // 4096 * 4096)
+    return RingOptions(SLOTS, nbytes // SLOTS // 4096 * 4096, device=device)
 
 
 def _show(checkpoint: Checkpoint, result: RoundResult, as_json: bool) -> None:

@@ -14,6 +14,7 @@ bench = LazyGroup(
         "ledger": Command(
             "tensorlease.commands.bench.ledger:ledger", "The ledger alone, up to 10,000 receivers."
         ),
+        "gpu": Command("tensorlease.commands.bench.gpu:gpu", "One GPU, against one copy."),
         "shm": Command("tensorlease.commands.bench.shm:shm", "Shared memory, against one memcpy."),
     },
     help="Measure this installation. Each command compares within one run: ratios count, times"

@@ -1,0 +1,122 @@
+"""Copies between addresses of GPU memory, done again each round: as a graph of the CUDA driver.
+
+The first time they are issued one by one; the second time that is captured, over several streams,
+and every further time one call to the driver does all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from threading import Lock
+from typing import Final, NamedTuple
+
+import torch
+
+from . import cuda_driver as driver
+from .copying import Run
+from .cuda_driver import CudaError, Graph
+
+LANES: Final = 4
+"""Streams that share the copies."""
+
+
+class DeviceRuns:
+    """Runs of bytes of GPU memory that are copied again and again.
+
+    Args:
+        ordinal: The device that copies.
+        runs: Addresses that it can reach.
+    """
+
+    def __init__(self, ordinal: int, runs: Sequence[Run]) -> None:
+        self._ordinal = ordinal
+        self._lanes = _shared_out(runs)
+        self._times = 0
+        # What cannot be captured is issued one by one each time.
+        self._graph: Graph | None = None
+
+    def issue(self) -> None:
+        """Copies every run, in the order of the device's first lane; see `lane`."""
+        main = _lanes(self._ordinal).streams[0]
+        with driver.context(self._ordinal):
+            self._times += 1
+            if self._times == 2:
+                self._graph = self._captured(main)
+            if self._graph is not None:
+                self._graph.launch(main.cuda_stream)
+            else:
+                self._issue(main)
+
+    def _captured(self, main: torch.cuda.Stream) -> Graph | None:
+        try:
+            with driver.captured(self._ordinal, main.cuda_stream) as capture:
+                self._issue(main)
+        except (CudaError, RuntimeError):
+            return None
+        return capture.graph
+
+    def _issue(self, main: torch.cuda.Stream) -> None:
+        used = _lanes(self._ordinal).streams[: len(self._lanes)]
+        for stream in used[1:]:
+            stream.wait_stream(main)
+        for stream, runs in zip(used, self._lanes, strict=True):
+            at = stream.cuda_stream
+            for target, source, nbytes in runs:
+                driver.copy_async(target, source, nbytes, at)
+        for stream in used[1:]:
+            main.wait_stream(stream)
+
+
+def copy_now(ordinal: int, run: Run) -> None:
+    """Copies a run in the order of this thread's current stream."""
+    stream = torch.cuda.current_stream(ordinal).cuda_stream
+    with driver.context(ordinal):
+        driver.copy_async(run.target, run.source, run.nbytes, stream)
+
+
+class _Lanes(NamedTuple):
+    """The streams on which this process copies on a device."""
+
+    lock: Lock
+    """Held by the thread that uses them: what others told them would be captured, too."""
+    streams: list[torch.cuda.Stream]
+
+
+@cache
+def _lanes(ordinal: int) -> _Lanes:
+    make: Callable[..., torch.cuda.Stream] = torch.cuda.ExternalStream
+    device = torch.device("cuda", ordinal)
+    return _Lanes(Lock(), [make(driver.new_stream(ordinal), device) for _ in range(LANES)])
+
+
+@contextmanager
+def lane(ordinal: int, events: Iterable[torch.cuda.Event] = ()) -> Iterator[torch.cuda.Stream]:
+    """Makes the device's first lane the current stream; when the block ends, all of it was done.
+
+    It begins after what this thread's current stream was told before, and after the events. Others
+    who copy on the device wait for the block's end.
+    """
+    lock, (main, *_) = _lanes(ordinal)
+    with lock, torch.cuda.device(ordinal):
+        main.wait_stream(torch.cuda.current_stream(ordinal))
+        for event in events:
+            event.wait(main)
+        try:
+            with torch.cuda.stream(main):
+                yield main
+        finally:
+            main.synchronize()
+
+
+def _shared_out(runs: Sequence[Run]) -> list[list[Run]]:
+    """Shares the runs out among the lanes, by bytes."""
+    count = max(1, min(LANES, len(runs)))
+    shares: list[list[Run]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for run in sorted(runs, key=lambda run: -run.nbytes):
+        least = loads.index(min(loads))
+        shares[least].append(run)
+        loads[least] += run.nbytes
+    return shares
