@@ -58,6 +58,25 @@ class _Storage(Struct):
         return list({id(tensor): tensor for tensor in (*given, *bases)}.values())
 
 
+class _Unmoved:
+    """Sees for all tensors at once, by `map`, that they lie where they lay."""
+
+    def __init__(self, placed: Sequence[Placed]) -> None:
+        self._tensors = [each.tensor for each in placed]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._counts = [prod(each.local_shape) for each in placed]
+        self._distributed = [each for each in placed if each.distributed is not None]
+
+    def still(self) -> bool:
+        tensors = self._tensors
+        return (
+            list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
+            and list(map(torch.Tensor.numel, tensors)) == self._counts
+            and all(map(torch.Tensor.is_contiguous, tensors))
+            and not any(each.left_behind for each in self._distributed)
+        )
+
+
 class RegisteredBuffers:
     """Registered tensors: keeps them, and the memory they were moved into, until `close`."""
 
@@ -85,6 +104,7 @@ class RegisteredBuffers:
         # Where each tensor must still lie when a round is published; one of several boxes once.
         places = {id(tensor.tensor): tensor for tensor in self._placed if tensor.nbytes}
         self._places = [(tensor, tensor.tensor.data_ptr()) for tensor in places.values()]
+        self._unmoved = _Unmoved([placed for placed, _ in self._places])
 
     def missing(self) -> bool:
         """Whether the memory, or a part of it, was removed by something else."""
@@ -125,6 +145,9 @@ class RegisteredBuffers:
         That is so after `parameter.data = other`: register again then. Also when a segment's file
         was removed, and `renew` was not called. Cheap enough for every publish.
         """
+        self._check_memory()
+        if self._unmoved.still():
+            return
         for placed, address in self._places:
             tensor = placed.tensor
             # The count and the order of its elements differ for a part or a transpose of it.
@@ -136,7 +159,6 @@ class RegisteredBuffers:
                     "no longer lies where it was registered (its data was replaced): copy into it"
                     " in place, or close these buffers and register again",
                 )
-        self._check_memory()
 
     def _check_memory(self) -> None:
         for memory, buffer in zip(self._memory, self.buffers, strict=False):
@@ -175,6 +197,7 @@ class RegisteredBuffers:
         self.closed = True
         _registered.discard(self)
         self._places = []
+        self._unmoved = _Unmoved([])
         for memory in self._memory:
             memory.free()
 
