@@ -25,6 +25,7 @@ from .errors import MappingError
 from .hooks import bounded
 from .mappings import process_mappings
 from .memory import MappedMemory
+from .seen import SeenBatch, SeenBatches
 from .sink import AttachedTensors, Coverage
 from .together import Together, incomplete
 from .verifying import Part, Reading, tags_of
@@ -139,6 +140,8 @@ class Intake:
         self._taken: frozenset[tuple[str, int]] = frozenset()
         self._mapped: dict[str, dict[int, MappedMemory]] = {}
         self._staging = Staging(set())
+        # What ring batches before had for this worker: the next round's may be the same.
+        self._seen = SeenBatches()
         # Given back while something still looked into them: tried again.
         self._lingering: set[tuple[str, int]] = set()
         # Names of registered tensors that nothing here wants.
@@ -157,6 +160,7 @@ class Intake:
         """Sets what is to be filled; `groups`: what of it must come together, by each name."""
         self._attached = tensors
         self._groups = dict(groups or {})
+        self._seen.clear()
 
     @property
     def attached(self) -> AttachedTensors | None:
@@ -166,6 +170,7 @@ class Intake:
     def give_to(self, sink: CallbackSink | None) -> None:
         """Sets what gets the tensors that are not attached."""
         self._sink = sink
+        self._seen.clear()
 
     @property
     def sink(self) -> CallbackSink | None:
@@ -320,6 +325,7 @@ class Intake:
                 del held[number]
         if not held:
             self._mapped.pop(trainer, None)
+            self._seen.forget(trainer)
 
     def unmap_lingering(self) -> None:
         """Tries again to give back what could not be, as something looked into it."""
@@ -413,9 +419,11 @@ class Intake:
         return Copied(nbytes, handover, reading)
 
     def _copy_ring(self, trainer: str, rank: int, body: bytes) -> Copied:
-        buffers = decode_batch(body).buffers
         staging = self._staging
-        copies = reading = None
+        known = None if staging.verify else self._seen.find(trainer, body)
+        buffers = known.buffers if known is not None else decode_batch(body).buffers
+        copies = None if known is None else known.copies
+        reading = None
         nbytes = 0
         if staging.verify:
             # All of it is read, wanted or not: the proof is that of the whole buffer.
@@ -423,9 +431,10 @@ class Intake:
             tags = {buffer.number: buffer.tags or b"" for buffer in buffers}
             reading = Reading(buffers, tags, self._mapped.get(trainer, {}))
         if self._attached is not None:
-            # Whether it fits is seen before any of it is copied.
-            called = {trainer: f"rank {rank}"}
-            copies = self._attached.plan({trainer: buffers}, partial=True, called=called)
+            if copies is None:
+                # Whether it fits is seen before any of it is copied.
+                called = {trainer: f"rank {rank}"}
+                copies = self._attached.plan({trainer: buffers}, partial=True, called=called)
             self._map(trainer, copies.handles(trainer))
         if reading is not None:
             reading.read()
@@ -435,8 +444,13 @@ class Intake:
             staging.nbytes += nbytes
             if reading is not None:
                 reading.parts += parts
-        staging.sent.update(entry.name for buffer in buffers for entry in buffer.entries)
-        staging.unwanted |= self._unwanted_of(copies, [buffers])
+        if known is None:
+            names = frozenset(entry.name for buffer in buffers for entry in buffer.entries)
+            known = SeenBatch(buffers, copies, names, self._unwanted_of(copies, [buffers]))
+            if not staging.verify:
+                self._seen.keep(trainer, body, known)
+        staging.sent |= known.names
+        staging.unwanted |= known.unwanted
         if self._sink is None or staging.given is None:
             return Copied(nbytes, reading=reading)
         pieces = self._wanted_pieces(self._sink, buffers)
