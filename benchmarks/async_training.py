@@ -26,7 +26,7 @@ GOAL = 0.97
 LIMIT_S = 120.0
 
 
-def network(width: int, layers: int) -> torch.nn.Module:
+def network(width: int, layers: int, device: str) -> torch.nn.Module:
     """Layers of equal width: `width` * `width` + `width` float32 weights each."""
     return torch.nn.Sequential(
         *(
@@ -34,7 +34,7 @@ def network(width: int, layers: int) -> torch.nn.Module:
             for _ in range(layers)
             for module in (torch.nn.Linear(width, width), torch.nn.ReLU())
         )
-    )
+    ).to(device)
 
 
 def serve_broker(url: str, ready: Event) -> None:
@@ -50,11 +50,11 @@ def serve_broker(url: str, ready: Event) -> None:
     asyncio.run(main())
 
 
-def pull(url: str, replica: str, width: int, layers: int) -> None:
+def pull(url: str, replica: str, width: int, layers: int, device: str) -> None:
     """A process: a worker that takes every version, until it is ended."""
     torch.set_num_threads(1)
     with WorkerAgent("benchmark", replica=replica, endpoint=url) as worker:
-        worker.attach(network(width, layers).state_dict())
+        worker.attach(network(width, layers, device).state_dict())
         worker.run()
 
 
@@ -63,9 +63,10 @@ class Training:
 
     def __init__(self, trainer: TrainerAgent, options: argparse.Namespace) -> None:
         self.trainer = trainer
-        self.model = network(options.width, options.layers)
+        self.device = torch.device(options.device)
+        self.model = network(options.width, options.layers, options.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.inputs = torch.randn(options.batch, options.width)
+        self.inputs = torch.randn(options.batch, options.width, device=self.device)
         self.version = 0
         # Seconds that steps waited for workers.
         self.waited_s = 0.0
@@ -97,6 +98,8 @@ class Training:
         if handle is not None:
             # What the last version costs counts too.
             handle.released.wait(LIMIT_S)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - start
         if handle is not None:
             handle.result(LIMIT_S).raise_for_status()
@@ -116,6 +119,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps of one turn")
     parser.add_argument("--turns", type=int, default=11)
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the trainer")
+    parser.add_argument("--device", default="cpu", help="where the model is: cpu, or cuda:0")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -127,7 +131,7 @@ def main() -> None:
         processes[0].start()
         assert ready.wait(LIMIT_S)
         for place in range(options.workers):
-            args = (url, f"worker-{place}", options.width, options.layers)
+            args = (url, f"worker-{place}", options.width, options.layers, options.device)
             processes.append(context.Process(target=pull, args=args, daemon=True))
             processes[-1].start()
         with TrainerAgent("benchmark", rank=0, world_size=1, endpoint=url) as trainer:
