@@ -248,7 +248,10 @@ class CopyPlan:
             else:
                 begin, into, nbytes = step.run
                 run = Run(step.want.placed.address + into, addresses[place] + begin, nbytes)
-                _append(runs.setdefault(ordinal, []), run)
+                mine = runs.setdefault(ordinal, [])
+                # A GPU copies within allocations: neighbours may belong to two.
+                if ordinal is not None or not _goes_on(mine, run):
+                    mine.append(run)
         count = sum(map(len, runs.values())) + sum(map(len, boxes.values()))
         copied = Copied(sum(step.nbytes for step, _ in chosen), count)
         at_home = (Runs(runs.pop(None, [])), boxes.pop(None, []))
@@ -365,13 +368,15 @@ def _check_unchanged(want: Want) -> None:
         )
 
 
-def _append(runs: list[Run], run: Run) -> None:
-    """Appends a run, to the last one if it goes on where that ends."""
-    last = runs[-1] if runs else Run(0, 0, 0)
-    if last.source + last.nbytes == run.source and last.target + last.nbytes == run.target:
-        runs[-1] = Run(last.target, last.source, last.nbytes + run.nbytes)
-    else:
-        runs.append(run)
+def _goes_on(runs: list[Run], run: Run) -> bool:
+    """Whether a run begins where the last one ends; then that is made longer."""
+    if not runs:
+        return False
+    last = runs[-1]
+    if (last.source + last.nbytes, last.target + last.nbytes) != (run.source, run.target):
+        return False
+    runs[-1] = Run(last.target, last.source, last.nbytes + run.nbytes)
+    return True
 
 
 def _lane(ordinal: int, runs: list[Run], boxes: list[tuple[Step, int]]) -> _Lane:

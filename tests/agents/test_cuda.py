@@ -374,3 +374,22 @@ def test_shards_of_two_gpus_become_one_tensor_without_being_gathered(
         take(process, version, {"w": torch.cat(halves)}, "end" if version == 5 else "go on")
     for rank in ranks:
         rank.say("end")
+
+
+def test_tensors_of_many_allocations_that_lie_beside_each_other_are_copied_one_by_one(
+    broker: Threaded, url: str, spawn: Spawn
+) -> None:
+    # Each has an allocation of its own, and the driver lays them side by side.
+    sent = {f"w{n:02}": torch.full((12 * MIB // 4,), float(n), device="cuda") for n in range(40)}
+    addresses = {tensor.data_ptr() for tensor in sent.values()}
+    assert any(address + 12 * MIB in addresses for address in addresses)
+    process = spawn(follower, url, shapes_of(sent), "a")
+    assert process.hear() == "attached"
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register(sent)
+        trainer.wait_ready(1, 30.0)
+        for version in range(1, 4):
+            for tensor in sent.values():
+                tensor.add_(1)
+            trainer.publish(version).raise_for_status()
+            take(process, version, sent, "end" if version == 3 else "go on")
