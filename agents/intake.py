@@ -265,6 +265,8 @@ class Intake:
             self._unwanted = self._unwanted_of(copies, buffers.values())
         except TensorleaseError as error:
             missing.append(str(error))
+        if not offers and missing:
+            missing = ["no trainer offers anything"]
         if offers and not takes and not missing and not self.wants_nothing:
             missing.append(self._nothing_wanted())
         seen = [OfferRef(offer.trainer, offer.number) for offer in offers]

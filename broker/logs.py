@@ -97,10 +97,12 @@ class _Repeats(Struct):
     last: logging.LogRecord | None = None
     """The last line that was not written."""
     unwritten: int = 0
+    alike: bool = True
+    """All lines that were not written said the same."""
 
 
 class RepeatHandler(logging.StreamHandler[TextIO]):
-    """Writes at most BURST lines of a kind per window, then how often the last was repeated.
+    """Writes at most BURST lines of a kind per window, then the last of the others and their count.
 
     A kind is (logger, level, message before its arguments are filled in).
 
@@ -133,6 +135,7 @@ class RepeatHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
         else:
             repeats.unwritten += 1
+            repeats.alike &= repeats.last is None or repeats.last.args == record.args
             repeats.last = record
 
     def flush_repeats(self, everything: bool = False) -> None:
@@ -160,9 +163,13 @@ class RepeatHandler(logging.StreamHandler[TextIO]):
         if repeats.last is None:
             return
         summary = logging.makeLogRecord(repeats.last.__dict__)
-        summary.msg = f"{repeats.last.getMessage()} (repeated {repeats.unwritten} times)"
+        count = repeats.unwritten
+        how = (
+            f"repeated {count} times" if repeats.alike else f"the last of {count} more of its kind"
+        )
+        summary.msg = f"{repeats.last.getMessage()} ({how})"
         summary.args = None
-        repeats.last, repeats.unwritten = None, 0
+        repeats.last, repeats.unwritten, repeats.alike = None, 0, True
         super().emit(summary)
 
 

@@ -476,6 +476,8 @@ def _waits_for(state: State, rnd: Round) -> str:
         absent = [str(n) for n, rank in sorted(rnd.ranks.items()) if rank.instance is None]
         if absent:
             return f"rank {', '.join(absent)} to open"
+        if state.stopping:
+            return "the broker to admit rounds again: it is drained"
         return "enough ready replicas whose processes are free"
     if rnd.state is RoundState.RESTORING:
         return "agents to announce themselves"

@@ -237,10 +237,10 @@ class Broker:
             for place in self._places:
                 place.close()
         self._notifier.close()
-        if clean:
-            log.info("broker ended")
         if self._log_handler is not None:
             self._log_handler.flush_repeats(everything=True)
+        if clean:
+            log.info("broker ended")
 
     def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         error = context.get("exception")

@@ -55,6 +55,15 @@ def status(one: ChannelStatus | None = None, **changes: object) -> Status:
 STUCK = LeaseStatus(0, 3, "stuck", 2**20, 21.0, ["engine1/0 (pid 4242)"])
 
 
+def test_stuck_leases_of_one_holder_are_one_line() -> None:
+    leases = [LeaseStatus(0, seq, "stuck", 2**20, 20.0 + seq, ["k/0 (pid 7)"]) for seq in range(6)]
+    (line,) = concerns(status(channel(rounds=[rnd(leases=leases)])))
+    assert line == (
+        "channel policy: stuck for 25 s: batches 0.0, 0.1, 0.2, 0.3 and 2 more of version 6"
+        " (6.0 MiB), held by k/0 (pid 7)"
+    )
+
+
 def test_where_all_is_well_nothing_needs_a_look() -> None:
     assert concerns(status()) == []
     assert concerns(status(channel(rounds=[rnd()], ended=[]))) == []

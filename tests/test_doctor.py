@@ -14,8 +14,11 @@ import pytest
 import zmq
 
 from tensorlease import cli
+from tensorlease.broker.config import BrokerConfig
+from tensorlease.broker.endpoints import choose_endpoints
 from tensorlease.commands import doctor as command
 from tensorlease.commands import facts, findings
+from tensorlease.commands.doctor import Running
 from tensorlease.commands.findings import Directory, Finding, Level, Shm
 from tensorlease.protocol.endpoint import parse_endpoint
 
@@ -136,6 +139,16 @@ def test_a_broker_that_was_named_and_is_not_there_is_a_failure(
     levels = {check["name"]: check["level"] for check in said["checks"]}
     assert said["ok"] is False
     assert (levels["broker"], levels["round trip"]) == ("FAIL", "FAIL")
+
+
+def test_where_no_broker_runs_the_directory_is_the_one_that_one_would_make(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TENSORLEASE_ENDPOINT", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", nowhere := f"/tmp/tl-not-there-{os.getpid()}")
+    expected = Running("", "some-job", 0.5).expected
+    assert expected == choose_endpoints(BrokerConfig(job="some-job"), os.environ, os.geteuid())[0]
+    assert nowhere not in expected.url
 
 
 @pytest.mark.gpu

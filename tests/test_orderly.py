@@ -15,7 +15,7 @@ from . import procs
 from .procs import Spawn, spawning
 
 SIGNALS = pytest.mark.parametrize(
-    ("number", "end"), [(signal.SIGINT, "KeyboardInterrupt()"), (signal.SIGTERM, "SystemExit(143)")]
+    ("number", "end"), [(signal.SIGINT, "SystemExit(130)"), (signal.SIGTERM, "SystemExit(143)")]
 )
 
 

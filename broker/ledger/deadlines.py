@@ -102,6 +102,8 @@ def _overdue(book: Book, rnd: Round, instance: str, text: str) -> None:
     receiver.stuck = silent and leases.holds_any(rnd, instance)
     ending.remove_replica(book, rnd, receiver, Fate.EXPELLED, Code.DEADLINE, text)
     if receiver.stuck:
+        text = f"{who(receiver)} is silent and keeps its leases: stuck until it goes on, or ends"
+        book.note(rnd, text, failed=True)
         leases.mark_stuck(book, rnd, receiver)
 
 

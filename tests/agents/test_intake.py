@@ -207,6 +207,12 @@ def test_a_name_that_is_not_offered_is_named_with_the_nearest_that_is(
     ]
 
 
+def test_where_no_trainer_is_no_name_is_said_to_be_missing(intake: Intake) -> None:
+    attach(intake, {"model.weight": torch.zeros(3)})
+    note, _ = plan(intake)
+    assert (note.complete, note.missing) == (False, ["no trainer offers anything"])
+
+
 def test_who_takes_what_comes_is_told_when_nothing_of_it_is_offered(
     trainers: Trainers, intake: Intake
 ) -> None:

@@ -119,6 +119,21 @@ def test_setting_up_twice_does_not_write_twice() -> None:
     assert len(stream.getvalue().splitlines()) == 1
 
 
+def test_what_says_the_same_again_is_told_from_others_of_its_kind() -> None:
+    stream = io.StringIO()
+    handler, clock = counted(stream)
+    for name in ("a", "b", "c", "d", "e"):
+        log.warning("worker %s joined", name)
+    for _ in range(6):
+        log.warning("out of %s", "descriptors")
+    clock.now = 20.0
+    handler.flush_repeats()
+    log.warning("out of %s", "descriptors")
+    lines = stream.getvalue().splitlines()
+    assert "worker e joined (the last of 2 more of its kind)" in lines
+    assert lines[-2:] == ["out of descriptors (repeated 3 times)", "out of descriptors"]
+
+
 def test_a_thousand_bad_messages_a_second_for_ten_seconds_are_a_few_lines() -> None:
     stream = io.StringIO()
     handler, clock = counted(stream)
@@ -131,7 +146,7 @@ def test_a_thousand_bad_messages_a_second_for_ten_seconds_are_a_few_lines() -> N
         "bad message 0",
         "bad message 1",
         "bad message 2",
-        "bad message 9999 (repeated 9997 times)",
+        "bad message 9999 (the last of 9997 more of its kind)",
     ]
 
 

@@ -174,6 +174,8 @@ def test_a_drain_waits_for_the_round_under_way_and_the_next_is_admitted_after_it
     trainer.send(m.Open(1, 2, Terms(2)))
     trainer.send(m.Batch(1, 2, 0, [0], False, 1, total=1), b"table")
     trainer.beat()
+    (waiting,) = query.status().channels[0].rounds
+    assert waiting.waits_for == "the broker to admit rounds again: it is drained"
     assert cli.main(["drain", "--endpoint", url, "--json"]) == 0
     assert capsys.readouterr().out == '{"under_way":[],"not_admitted":1}\n'
     assert cli.main(["drain", "--undo", "--endpoint", url]) == 0

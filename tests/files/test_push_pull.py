@@ -294,7 +294,8 @@ def test_an_interrupted_push_is_void_and_leaves_nothing(
     go.set()
     done = pusher.result()
     assert (done.code, done.out) == (code, "")
-    assert "Traceback" not in done.err
+    assert done.err.splitlines()[-1] == ("interrupted" if code == 130 else "terminated")
+    assert "Traceback" not in done.err and "TrainerAgent" not in done.err
     eventually(lambda: aborted)
     assert worker.version == 0 and channels() == {"default": 0}
     assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
@@ -319,8 +320,20 @@ def test_an_interrupted_pull_leaves_no_part_of_a_version(
             worker.signal(signal.SIGINT)
             done = worker.result()
         assert r.result is not None and not r.result.ok
-    assert done.code == 130 and "Traceback" not in done.err
+    assert done.code == 130 and "WorkerAgent" not in done.err
+    assert done.err.splitlines()[-1] == "interrupted"
     assert os.listdir(output) == []
+
+
+def test_an_interrupted_pull_that_waits_says_no_more_than_that(
+    spawn: Spawn, broker: Threaded
+) -> None:
+    worker = pulling(spawn, "--replica=a")
+    eventually(lambda: "default" in channels())
+    worker.signal(signal.SIGINT)
+    done = worker.result()
+    assert (done.code, done.out) == (130, "")
+    assert done.err == "a waits for versions of default\ninterrupted\n"
 
 
 def test_a_round_that_is_void_is_told_of_and_the_next_one_is_taken(

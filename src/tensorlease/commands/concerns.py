@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tensorlease.broker.queries import ChannelStatus, ReplicaStatus, RoundStatus, Status
+from tensorlease.broker.queries import (
+    ChannelStatus,
+    LeaseStatus,
+    ReplicaStatus,
+    RoundStatus,
+    Status,
+)
 
 from .units import size
 
+MAX_BATCHES = 4
+"""Of one holder, by their numbers."""
 CONDITIONS = (
     "a lease is stuck, an agent is silent, a replica is torn, in doubt or not ready,"
     " the last round of a channel failed or left a replica behind that is still there and not at"
@@ -38,13 +46,20 @@ def concerns(seen: Status) -> list[str]:
 
 
 def stuck_leases(rnd: RoundStatus) -> Iterator[str]:
-    """A line for each stuck lease of a round: since when, what, and who holds it."""
+    """A line for all stuck leases of a round with the same holders: since when, what, and who."""
+    held: dict[tuple[str, ...], list[LeaseStatus]] = {}
     for lease in rnd.leases:
         if lease.state == "stuck":
-            yield (
-                f"stuck for {lease.age_s:.0f} s: batch {lease.rank}.{lease.seq} of version "
-                f"{rnd.version} ({size(lease.nbytes)}), held by {', '.join(lease.holders)}"
-            )
+            held.setdefault(tuple(lease.holders), []).append(lease)
+    for holders, leases in held.items():
+        numbers = [f"{lease.rank}.{lease.seq}" for lease in leases]
+        more = f" and {len(numbers) - MAX_BATCHES} more" if len(numbers) > MAX_BATCHES else ""
+        what = f"{'batch' if len(numbers) == 1 else 'batches'} {', '.join(numbers[:MAX_BATCHES])}{more}"
+        yield (
+            f"stuck for {max(lease.age_s for lease in leases):.0f} s: {what} of version"
+            f" {rnd.version} ({size(sum(lease.nbytes for lease in leases))}), held by"
+            f" {', '.join(holders)}"
+        )
 
 
 def _stuck(channel: ChannelStatus) -> Iterator[str]:

@@ -11,6 +11,8 @@ import msgspec
 from rich.console import Console
 
 from tensorlease.agents.discovery import one_line
+from tensorlease.broker.config import BrokerConfig
+from tensorlease.broker.endpoints import choose_endpoints
 from tensorlease.broker.queries import Status
 from tensorlease.protocol.endpoint import Endpoint, candidates
 from tensorlease.protocol.errors import DeadlineError, RefusedError, TensorleaseError
@@ -39,7 +41,7 @@ class Running:
         self.seen: Status | None = None
         self.named = bool(endpoint)
         self.finding = Finding("broker", Level.OK, "")
-        where = candidates(os.environ, os.geteuid(), endpoint, job)[0]
+        where = _would_listen(endpoint, job)
         self.expected = where
         try:
             self.place = find(endpoint, job)
@@ -55,6 +57,13 @@ class Running:
         else:
             text = f"{self.place} answers, {self.seen.agents} agents"
             self.finding = Finding("broker", Level.OK, text)
+
+
+def _would_listen(endpoint: str, job: str) -> Endpoint:
+    """Where a broker would be found first that were started now."""
+    if endpoint:
+        return candidates(os.environ, os.geteuid(), endpoint, job)[0]
+    return choose_endpoints(BrokerConfig(job=job), os.environ, os.geteuid())[0]
 
 
 def look(endpoint: str, job: str, timeout_s: float) -> Iterator[Finding]:

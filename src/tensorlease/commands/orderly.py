@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import NoReturn
 
+import click
+
 from tensorlease.protocol.errors import TensorleaseError
 
 _DONE = 0
@@ -37,8 +39,7 @@ def run_orderly(
         own: Errors of hooks that are not logged: the command ends by them, and says them itself.
 
     Raises:
-        KeyboardInterrupt: Ctrl+C has ended it.
-        SystemExit: SIGTERM has ended it.
+        SystemExit: A signal has ended it; the code is 128 and its number.
     """
     told: SimpleQueue[int] = SimpleQueue()  # Which alone a signal's handler may put to.
     errors: list[BaseException] = []
@@ -51,22 +52,29 @@ def run_orderly(
         finally:
             told.put(_DONE)
 
-    with _plain_log(own), _signals(told):
+    stopping = threading.Event()
+    with _plain_log(own, stopping), _signals(told):
         threading.Thread(target=run, daemon=True, name="tensorlease-work").start()
         number = told.get()
         if number != _DONE:
+            stopping.set()
             stop()
             impatient = told.get() != _DONE
             # What it could not finish for that; all else that it raises is a defect.
             if impatient or (errors and isinstance(errors[0], TensorleaseError)):
-                _end_by(number)
+                click.echo("interrupted" if number == signal.SIGINT else "terminated", err=True)
+                sys.exit(128 + number)
         if errors:
             raise errors.pop()
 
 
 @contextmanager
-def _plain_log(own: tuple[type[Exception], ...]) -> Iterator[None]:
+def _plain_log(own: tuple[type[Exception], ...], stopping: threading.Event) -> Iterator[None]:
+    """Agents' lines go to stderr; none once the user has it stopped, whose doing the rest is."""
+
     def plain(record: logging.LogRecord) -> bool:
+        if stopping.is_set():
+            return False
         error = record.exc_info[1] if record.exc_info else None
         record.exc_info = None
         return not isinstance(error, own)
@@ -95,12 +103,6 @@ def _signals(told: SimpleQueue[int]) -> Iterator[None]:
     finally:
         for number in heard:
             signal.signal(number, former[number])
-
-
-def _end_by(number: int) -> NoReturn:
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    _terminated(number)
 
 
 def _terminated(number: int, frame: object = None) -> NoReturn:

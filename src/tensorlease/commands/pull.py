@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,7 @@ import click
 import msgspec
 from msgspec import Struct
 
-from tensorlease.protocol.errors import DeadlineError
+from tensorlease.protocol.errors import ClosedError, DeadlineError
 
 from .file_errors import OutputError
 from .orderly import run_orderly
@@ -109,6 +110,12 @@ def pull(
     worker = WorkerAgent(channel, replica=replica, device=device, endpoint=place.url)
     arrivals = Arrivals(worker, output, max_file_mib * 2**20, names, as_json)
 
+    interrupted = threading.Event()
+
+    def stop() -> None:
+        interrupted.set()
+        worker.stop()
+
     def work() -> None:
         with _serving(worker), _claimed(output):
             worker.on_prepare(arrivals.prepare)
@@ -118,6 +125,8 @@ def pull(
             click.echo(f"{worker.replica} waits for versions of {channel}", err=True)
             while count is None or arrivals.count < count:
                 version = worker.step(WAIT_S if timeout_s is None else timeout_s)
+                if interrupted.is_set():
+                    raise ClosedError("interrupted")
                 if arrivals.failure is not None:
                     raise arrivals.failure
                 if version is None and timeout_s is not None:
@@ -127,7 +136,7 @@ def pull(
                         f" {arrivals.count}{of}"
                     )
 
-    run_orderly(work, lambda: worker.close(0.0), OutputError)
+    run_orderly(work, stop, OutputError)
 
 
 def _claimed(output: Path | None) -> AbstractContextManager[None]:

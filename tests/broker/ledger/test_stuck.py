@@ -43,6 +43,12 @@ def test_the_round_goes_on_without_the_silent_one_and_names_it(desk: Desk) -> No
     assert rank.released() == [1]
 
 
+def test_the_log_says_who_keeps_its_leases_though_it_is_silent(desk: Desk) -> None:
+    stuck_one(desk)
+    texts = [report.text for report in desk.requests(fx.Report)]
+    assert any("a/0 (pid 4711) is silent and keeps its leases: stuck until" in t for t in texts)
+
+
 def test_a_stuck_lease_does_not_count_in_the_window(desk: Desk) -> None:
     desk.configure(Settings(window=1))
     rank, _, other = stuck_one(desk)

@@ -23,6 +23,8 @@ LIMIT, LIMIT_MS = 1.15, 0.5
 LIMIT_RING = 2.5
 PART_BYTES = 4 * 2**30
 """Copied at once where the memory is too small for all of it twice."""
+SUM_ELEMENTS = 2**24
+"""Of a tensor, summed up at once."""
 MOST_RING = 40 * 10**9
 """Bytes of a model that is sent through rings, too."""
 LIMIT_S = 300.0
@@ -284,6 +286,10 @@ def sums(tensors: Mapping[str, torch.Tensor]) -> list[int]:
     """Of each tensor's bits, weighed by their places."""
     found: list[int] = []
     for tensor in tensors.values():
-        bits = tensor.view(-1).view(torch.int16).long()
-        found.append(int((bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum()))
+        every, total = tensor.view(-1).view(torch.int16), 0
+        for begin in range(0, every.numel(), SUM_ELEMENTS):
+            bits = every[begin : begin + SUM_ELEMENTS].long()
+            weights = torch.arange(1, bits.numel() + 1, device=bits.device)
+            total += (begin + 1) * int((bits * weights).sum())
+        found.append(total)
     return found
