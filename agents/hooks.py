@@ -108,9 +108,12 @@ def describe(error: BaseException) -> str:
 
 
 def bounded(text: str) -> str:
-    """Returns the text as a message can carry it: of valid characters, cut with a mark if long.
+    """Returns the text as a message can carry it: one line, cut with a mark if long.
+
+    Control characters would change what a terminal shows of it; they are written as \\x1b.
 
     A lone surrogate, which UTF-8 does not have, is what Python makes of a file name that is none.
     """
-    text = text.encode("utf-8", "backslashreplace").decode()
+    text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."

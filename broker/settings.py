@@ -178,6 +178,8 @@ def _from_file(file: Path, problems: list[Problem]) -> dict[str, Given]:
             document = tomllib.load(stream)
     except OSError as error:
         raise ConfigError(f"configuration file {file}: {error.strerror}") from error
+    except RecursionError:
+        raise ConfigError(f"configuration file {file} is not TOML: nested too deep") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {file} is not TOML: {error}") from error
     sections = {key.partition(".")[0] for key in SETTINGS if "." in key}

@@ -16,6 +16,7 @@ from tensorlease.protocol.errors import TensorleaseError
 from .checkpoints import (
     BROKEN,
     FIRST,
+    SECOND,
     Entry,
     by_hand,
     save,
@@ -83,6 +84,15 @@ def test_numbers_of_four_bits_are_counted_as_torch_does(tmp_path: Path) -> None:
     assert (tensor.shape, tensor.dtype) == ((3, 2), torch.float4_e2m1fn_x2)
 
 
+def test_numbers_of_four_bits_that_end_within_a_byte_are_refused(tmp_path: Path) -> None:
+    entries = {"a": Entry("F4", [2, 3], [0, 3]), "b": Entry("U8", [4], [3, 7])}
+    by_hand(tmp_path / ALONE, entries, 7)
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'a' has the shape \(2, 3\), whose last axis"
+    ):
+        read_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_named_with_its_file_its_tensor_and_the_way_out(
     tmp_path: Path, name: str
@@ -148,6 +158,16 @@ def test_a_file_that_is_cut_off_after_the_last_look_at_it_ends_nothing(
     next(parts)
     os.truncate(tmp_path / ALONE, 4096)
     with pytest.raises(CheckpointError, match=f"{ALONE}: has changed while it was read"):
+        list(parts)
+
+
+def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    two_files(tmp_path)
+    parts = read_checkpoint(tmp_path).parts(8)
+    next(parts)
+    (tmp_path / SECOND).unlink()
+    os.mkfifo(tmp_path / SECOND)
+    with pytest.raises(CheckpointError, match=f"{SECOND}: cannot be read: it is no ordinary file"):
         list(parts)
 
 

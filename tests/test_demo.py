@@ -25,7 +25,7 @@ from tensorlease.demo.text import Vocabulary, corpus, find_pieces, windows
 
 COMMAND = [sys.executable, "-P", "-m", "tensorlease.cli", "demo", "--quick"]
 WORKERS = ("solo/0", "pair/0", "pair/1")
-PLAN = Plan([], Size(), versions=1, steps=1, batch=1, held_out=1, line=1, seed=0)
+PLAN = Plan([], Size(), versions=2, steps=40, batch=1, held_out=1, line=1, seed=0)
 
 
 @pytest.fixture
@@ -160,16 +160,20 @@ def complete_row(held_out: float = 1.0, *, odd: str = "") -> Row:
     return Row(1, digests, Round(1, "committed", 0.02, 1.5, receivers), wrote)
 
 
+FIRST = complete_row(held_out=3.0)
+
+
 @pytest.mark.parametrize(
     ("rows", "left", "reason"),
     [
-        ([], [], "only 0 of 1 versions"),
-        ([Row(1)], [], "only 0 of 1 versions"),
-        ([complete_row(odd="worker solo/0")], [], "not the same everywhere"),
-        ([complete_row(odd="trainer 1")], [], "not the same everywhere"),
-        ([complete_row(held_out=2.5)], [], "not below the unigram model's 2.000"),
-        ([complete_row(held_out=float("nan"))], [], "not below the unigram model's 2.000"),
-        ([complete_row()], ["process 7"], "left behind: process 7"),
+        ([], [], "only 0 of 2 versions"),
+        ([FIRST, Row(2)], [], "only 1 of 2 versions"),
+        ([FIRST, complete_row(odd="worker solo/0")], [], "not the same everywhere"),
+        ([FIRST, complete_row(odd="trainer 1")], [], "not the same everywhere"),
+        ([FIRST, complete_row(held_out=2.5)], [], "not below the unigram model's 2.000"),
+        ([FIRST, FIRST], [], "not below that of the first version, 3.000"),
+        ([FIRST, complete_row(held_out=float("nan"))], [], "not below that of the first"),
+        ([FIRST, complete_row()], ["process 7"], "left behind: process 7"),
     ],
 )
 def test_the_demo_succeeds_only_if_everything_is_right(
@@ -177,7 +181,10 @@ def test_the_demo_succeeds_only_if_everything_is_right(
 ) -> None:
     ok, text = verdict(rows, PLAN, 2.0, left, 1.0)
     assert not ok and text.startswith("FAILED: ") and reason in text
-    assert verdict([complete_row()], PLAN, 2.0, [], 1.0)[0]
+    assert verdict([FIRST, complete_row()], PLAN, 2.0, [], 1.0)[0]
+    # Too few steps to be better than that.
+    short = msgspec.structs.replace(PLAN, steps=39)
+    assert verdict([FIRST, complete_row(held_out=2.5)], short, 2.0, [], 1.0)[0]
 
 
 def test_living_processes_and_their_segments_count_as_left_behind(

@@ -31,7 +31,17 @@ def working(then: str = "ends", ignored: int = 0) -> str:
         signal.signal(ignored, signal.SIG_IGN)
     stopped = threading.Event()
 
-    def work() -> None:
+    def make() -> str:
+        if then == "made":
+            procs.say("working")
+            assert procs.hear() == "go on"
+        return "it"
+
+    def work(one: str) -> None:
+        assert one == "it"
+        if then == "made":
+            assert stopped.is_set()
+            raise ClosedError("the agent was closed")
         procs.say("working")
         if then == "goes on":
             procs.hear()
@@ -44,12 +54,13 @@ def working(then: str = "ends", ignored: int = 0) -> str:
         if then == "hangs":
             threading.Event().wait()
 
-    def stop() -> None:
+    def stop(one: str) -> None:
+        assert one == "it"
         procs.say("stopping")
         stopped.set()
 
     try:
-        run_orderly(work, stop)
+        run_orderly(make, work, stop)
     except BaseException as error:  # noqa: BLE001 - told to the test
         return repr(error)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -95,8 +106,19 @@ def test_a_signal_that_was_ignored_before_is_ignored(spawn: Spawn) -> None:
 
 
 def test_what_the_work_raises_is_raised() -> None:
-    def work() -> None:
+    def work(_: object) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_orderly(work, lambda: None)
+        run_orderly(object, work, lambda _: None)
+
+
+@SIGNALS
+def test_a_signal_that_comes_while_it_is_made_stops_it_as_soon_as_it_is(
+    spawn: Spawn, number: int, end: str
+) -> None:
+    process = spawn(working, "made")
+    assert process.hear() == "working"
+    process.signal(number)
+    process.say("go on")
+    assert process.result() == end

@@ -62,6 +62,11 @@ def test_a_text_that_utf8_does_not_have_can_travel() -> None:
     assert text.encode()
 
 
+def test_what_a_hook_raised_is_one_line_that_changes_no_terminal() -> None:
+    text = describe(RuntimeError("first\nlook: channel x: fake\x1b[2J\ttab\u2028end é"))
+    assert text == "RuntimeError: first look: channel x: fake\\x1b[2J tab end é"
+
+
 def test_a_long_text_is_cut_with_a_mark() -> None:
     assert bounded("x" * MAX_TEXT) == "x" * MAX_TEXT
     cut = bounded("\ud800" * MAX_TEXT)

@@ -82,6 +82,56 @@ def test_a_disk_that_is_there_for_reading_is_named_at_once(
     assert said == f"error: {output}: may not be written to: give another --output\n"
 
 
+def test_what_is_the_users_own_is_not_removed_whatever_its_name(
+    spawn: Spawn, broker: Threaded, model: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    (output / ".version-history" / "deep").mkdir(parents=True)
+    (output / ".version-note").write_text("mine")
+    (output / ".version-1.77").mkdir()
+    worker = pulling(spawn, f"--output={output}", "--count=1")
+    assert cli.main(["push", str(model)]) == 0
+    assert worker.result().code == 0
+    assert sorted(os.listdir(output)) == [".version-history", ".version-note", "version-1"]
+    assert (output / ".version-history" / "deep").is_dir()
+
+
+def test_a_directory_that_is_replaced_is_not_written_to(
+    spawn: Spawn, broker: Threaded, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    worker = pulling(spawn, f"--output={output}", "--replica=a")
+    eventually(lambda: "default" in channels())
+    output.rename(tmp_path / "elsewhere")
+    output.mkdir()
+    said = error_of_push(capsys, model)
+    assert "expelled" in said and "torn" not in said
+    done = worker.result()
+    assert done.code == 1
+    assert f"error: {output}: was removed or replaced while pull wrote to it" in done.err
+    assert os.listdir(output) == os.listdir(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.root
+def test_what_is_said_of_many_small_tensors_needs_room_too(
+    spawn: Spawn, broker: Threaded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    (output := tmp_path / "out").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", output], check=True)
+    try:
+        small = {f"{n:05}.{'x' * 150}": torch.zeros(1, dtype=torch.uint8) for n in range(20_000)}
+        save(tmp_path / "model", {"model.safetensors": small})
+        worker = pulling(spawn, f"--output={output}", "--replica=a")
+        said = error_of_push(capsys, tmp_path / "model")
+        assert "expelled" in said and "torn" not in said
+        assert "cannot be written: needs " in worker.result().err
+        assert os.listdir(output) == []
+    finally:
+        subprocess.run(["umount", "--lazy", output], check=True)
+
+
 def test_what_a_killed_one_has_left_is_removed_by_the_next(
     spawn: Spawn, broker: Threaded, tmp_path: Path
 ) -> None:

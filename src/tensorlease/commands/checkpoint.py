@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import stat
 import struct
@@ -315,6 +316,8 @@ def _stored(path: Path, name: str, piece: _Slice, offset: int) -> StoredTensor:
         reason = f"has no usable name: text of 1 to {MAX_NAME} bytes is"
     elif len(shape) > MAX_DIMS or any(length > MAX_LENGTH for length in shape):
         reason = f"has the shape {shape}, which is more than can be described"
+    elif kind == "F4" and (not shape or shape[-1] % 2):
+        reason = f"has the shape {shape}, whose last axis is no whole number of bytes"
     if dtype is None or reason:
         raise CheckpointError(path, f"tensor {name[:80]!r} {reason}")
     if kind == "F4":
@@ -410,7 +413,7 @@ def _read(file: StoredFile, memory: bytearray, most: int) -> Iterator[Part]:
     import torch
 
     try:
-        with file.path.open("rb", buffering=0) as opened:
+        with open(file.path, "rb", buffering=0, opener=_without_waiting) as opened:
             for stored in file.tensors:
                 item, dtype = ITEM_SIZES[stored.dtype], getattr(torch, stored.dtype)
                 offset = stored.offset
@@ -423,6 +426,11 @@ def _read(file: StoredFile, memory: bytearray, most: int) -> Iterator[Part]:
                     yield Part(stored, box, flat.view(dtype).view(box.length))
     except OSError as error:
         raise CheckpointError(file.path, f"cannot be read: {error.strerror}") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; what has become a pipe in its place has nobody who writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _fill(opened: io.FileIO, path: Path, offset: int, target: memoryview) -> None:

@@ -177,7 +177,12 @@ def verdict(
             parts = ", ".join(f"{name} {digest[:12]}" for name, digest in row.digests.items())
             return False, f"FAILED: version {row.version} is not the same everywhere: {parts}"
     last = rows[-1]
-    if not last.held_out < unigram:
+    if not last.held_out < rows[0].held_out:
+        return False, (
+            f"FAILED: the held-out loss {last.held_out:.3f} is not below that of the first version,"
+            f" {rows[0].held_out:.3f}"
+        )
+    if plan.learns and not last.held_out < unigram:
         return False, (
             f"FAILED: the held-out loss {last.held_out:.3f} is not below the unigram model's"
             f" {unigram:.3f}"

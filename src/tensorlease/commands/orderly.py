@@ -9,32 +9,40 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import click
 
 from tensorlease.protocol.errors import TensorleaseError
+
+T = TypeVar("T")
 
 _DONE = 0
 """Beside the numbers of signals: the work has ended."""
 
 
 def end_at_sigterm() -> None:
-    """From now on SIGTERM ends this program as Ctrl+C does, with 143."""
+    """From now on SIGTERM ends this program as Ctrl+C does, with 143; SIGHUP, too, with 129."""
     signal.signal(signal.SIGTERM, _terminated)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _terminated)
 
 
 def run_orderly(
-    work: Callable[[], object], stop: Callable[[], object], *own: type[Exception]
+    make: Callable[[], T],
+    work: Callable[[T], object],
+    stop: Callable[[T], object],
+    *own: type[Exception],
 ) -> None:
     """Runs what a command does with its agent, so that no signal cuts it off in the middle.
 
     The work has a thread of its own, which signals do not reach: an exception that one raises there
-    is lost in a finalizer or in a library's own code, or leaves half of a step undone. Agents log
-    lines without tracebacks meanwhile.
+    is lost in a finalizer, in an import or in a library's own code, or leaves half of a step
+    undone. Agents log lines without tracebacks meanwhile.
 
     Args:
-        work: What is to be done.
+        make: Makes what is worked with; imports that take long belong here.
+        work: What is to be done with that.
         stop: Makes it end soon; called at Ctrl+C or SIGTERM. At a second one it is not waited for.
         own: Errors of hooks that are not logged: the command ends by them, and says them itself.
 
@@ -43,22 +51,31 @@ def run_orderly(
     """
     told: SimpleQueue[int] = SimpleQueue()  # Which alone a signal's handler may put to.
     errors: list[BaseException] = []
+    stopping = threading.Event()
+    made: list[T] = []
+    turn = threading.Lock()
 
     def run() -> None:
         try:
-            work()
+            one = make()
+            with turn:  # Either it is stopped from here, or it is there to be.
+                made.append(one)
+                if stopping.is_set():
+                    stop(one)
+            work(one)
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
         finally:
             told.put(_DONE)
 
-    stopping = threading.Event()
     with _plain_log(own, stopping), _signals(told):
         threading.Thread(target=run, daemon=True, name="tensorlease-work").start()
         number = told.get()
         if number != _DONE:
-            stopping.set()
-            stop()
+            with turn:
+                stopping.set()
+                for one in made:
+                    stop(one)
             impatient = told.get() != _DONE
             # What it could not finish for that; all else that it raises is a defect.
             if impatient or (errors and isinstance(errors[0], TensorleaseError)):
@@ -94,7 +111,8 @@ def _plain_log(own: tuple[type[Exception], ...], stopping: threading.Event) -> I
 @contextmanager
 def _signals(told: SimpleQueue[int]) -> Iterator[None]:
     """Puts the numbers of signals that would end the program, save those that it ignores."""
-    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = {number: signal.getsignal(number) for number in numbers}
     heard = [number for number, handler in former.items() if handler is not signal.SIG_IGN]
     try:
         for number in heard:

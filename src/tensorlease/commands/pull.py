@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,20 +104,21 @@ def pull(
     for needed in ("torch", *(("safetensors", "numpy") if output is not None else ())):
         if find_spec(needed) is None:
             raise ModuleNotFoundError(f"No module named {needed!r}", name=needed)
-    from tensorlease.agents import WorkerAgent
-
-    place = find(endpoint, job)
-    worker = WorkerAgent(channel, replica=replica, device=device, endpoint=place.url)
-    arrivals = Arrivals(worker, output, max_file_mib * 2**20, names, as_json)
-
     interrupted = threading.Event()
 
-    def stop() -> None:
+    def make() -> WorkerAgent:
+        from tensorlease.agents import WorkerAgent
+
+        place = find(endpoint, job)
+        return WorkerAgent(channel, replica=replica, device=device, endpoint=place.url)
+
+    def stop(worker: WorkerAgent) -> None:
         interrupted.set()
         worker.stop()
 
-    def work() -> None:
-        with _serving(worker), _claimed(output):
+    def work(worker: WorkerAgent) -> None:
+        with _serving(worker), _claimed(output) as require_same:
+            arrivals = Arrivals(worker, output, require_same, max_file_mib * 2**20, names, as_json)
             worker.on_prepare(arrivals.prepare)
             worker.on_commit(arrivals.commit)
             worker.on_abort(arrivals.abort)
@@ -136,12 +137,12 @@ def pull(
                         f" {arrivals.count}{of}"
                     )
 
-    run_orderly(work, stop, OutputError)
+    run_orderly(make, work, stop, OutputError)
 
 
-def _claimed(output: Path | None) -> AbstractContextManager[None]:
+def _claimed(output: Path | None) -> AbstractContextManager[Callable[[], None]]:
     if output is None:
-        return nullcontext()
+        return nullcontext(lambda: None)
     from .version_files import claimed
 
     return claimed(output)
@@ -167,12 +168,19 @@ class Arrivals:
     """
 
     def __init__(
-        self, worker: WorkerAgent, output: Path | None, most: int, names: bool, as_json: bool
+        self,
+        worker: WorkerAgent,
+        output: Path | None,
+        require_same: Callable[[], None],
+        most: int,
+        names: bool,
+        as_json: bool,
     ) -> None:
         self.count = 0
         self.failure: Exception | None = None
         self._worker = worker
         self._output = output
+        self._require_same = require_same
         self._most = most
         self._names = names
         self._as_json = as_json
@@ -188,6 +196,7 @@ class Arrivals:
             from .version_files import VersionFiles
 
             with self._failing():
+                self._require_same()
                 self._files = VersionFiles(self._output, round.version, self._most)
 
     def stage(self, round: RoundInfo, tensors: list[tuple[str, torch.Tensor]]) -> None:

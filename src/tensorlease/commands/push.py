@@ -113,27 +113,28 @@ def push(
     """
     if find_spec("torch") is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    from tensorlease.agents import TrainerAgent
-
     console = Console(stderr=True)
-    _require(device)
-    checkpoint = read_checkpoint(directory)
-    for note in checkpoint.notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
-    place = find(endpoint, job)
-    ring = _ring(checkpoint, ring_mib, device)
-    # Assembled: workers on every device get it, and large tensors can be sent in pieces.
-    trainer = TrainerAgent(
-        channel,
-        rank=0,
-        world_size=1,
-        group="",
-        endpoint=place.url,
-        distribution=Distribution.ASSEMBLED,
-        ring=ring,
-    )
 
-    def work() -> None:
+    def make() -> tuple[Checkpoint, TrainerAgent]:
+        from tensorlease.agents import TrainerAgent
+
+        _require(device)
+        checkpoint = read_checkpoint(directory)
+        for note in checkpoint.notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        # Assembled: workers on every device get it, and large tensors can be sent in pieces.
+        return checkpoint, TrainerAgent(
+            channel,
+            rank=0,
+            world_size=1,
+            group="",
+            endpoint=find(endpoint, job).url,
+            distribution=Distribution.ASSEMBLED,
+            ring=_ring(checkpoint, ring_mib, device),
+        )
+
+    def work(made: tuple[Checkpoint, TrainerAgent]) -> None:
+        checkpoint, trainer = made
         with trainer:
             _wait(trainer, replicas, timeout_s, console)
             number = version or trainer.last_version + 1
@@ -145,7 +146,7 @@ def push(
             _show(checkpoint, result, as_json)
             result.raise_for_status()
 
-    run_orderly(work, lambda: trainer.close(0.0))
+    run_orderly(make, work, lambda made: made[1].close(0.0))
 
 
 def send(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -23,15 +25,19 @@ if TYPE_CHECKING:
 
 _METADATA: Final = "__metadata__"
 """Not a tensor, in the header of a file."""
-_HIDDEN: Final = ".version-"
-"""How the names of directories begin that are being written."""
+_UNFINISHED: Final = re.compile(r"\.version-\d+\.\d+")
+"""Names of directories that are being written: the version and the process."""
 _ROOM: Final = 2**20
-"""Bytes beyond the tensors: of headers and of the index."""
+"""Bytes beyond the tensors and what is said of them."""
+_SAID: Final = 300
+"""Bytes that headers and the index have of a tensor at most, beside its name four times over."""
 
 
 @contextmanager
-def claimed(output: Path) -> Iterator[None]:
+def claimed(output: Path) -> Iterator[Callable[[], None]]:
     """Makes the directory of all versions, for this process alone to write to.
+
+    Gives what raises `OutputError` if another directory, or none, is in its place.
 
     Raises:
         OutputError: Another process writes to it, or nobody can.
@@ -43,9 +49,18 @@ def claimed(output: Path) -> Iterator[None]:
         raise OutputError(output, _unwritable(error)) from None
     try:
         _claim(output, opened)
-        yield
+        yield partial(_require_same, output, opened)
     finally:
         os.close(opened)
+
+
+def _require_same(output: Path, opened: int) -> None:
+    try:
+        same = os.path.samestat(os.stat(output), os.fstat(opened))
+    except OSError:
+        same = False
+    if not same:
+        raise OutputError(output, "was removed or replaced while pull wrote to it: start it again")
 
 
 def _claim(output: Path, opened: int) -> None:
@@ -58,8 +73,9 @@ def _claim(output: Path, opened: int) -> None:
     except OSError:
         alone = False  # Some network file systems have no locks.
     try:
-        for left in output.glob(f"{_HIDDEN}*") if alone else ():
-            shutil.rmtree(left)  # Whoever wrote it was killed.
+        for left in os.listdir(output) if alone else ():
+            if _UNFINISHED.fullmatch(left):
+                shutil.rmtree(output / left)  # Whoever wrote it was killed.
     except OSError as error:
         raise OutputError(output, _unwritable(error)) from None
     if not os.access(output, os.W_OK | os.X_OK):
@@ -84,13 +100,15 @@ class VersionFiles:
 
     def __init__(self, output: Path, version: int, most: int) -> None:
         self.path: Final = output / f"version-{version}"
-        self._temporary: Final = output / f"{_HIDDEN}{version}.{os.getpid()}"
+        self._temporary: Final = output / f".version-{version}.{os.getpid()}"
         self._most: Final = most
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
         # The names in each file, in order.
         self._written: list[list[str]] = []
         self._total = 0
+        # What headers and the index will have of all tensors.
+        self._said = 0
         if os.path.lexists(self.path):
             raise OutputError(self.path, "is there already: move it away, or give another --output")
         try:
@@ -121,6 +139,7 @@ class VersionFiles:
         nbytes = tensor.nbytes
         if self._pending and self._pending_bytes + nbytes > self._most:
             self._flush()
+        self._said += _SAID + 4 * len(name.encode())
         self._check_room(nbytes)
         self._total += nbytes
         if nbytes >= self._most:
@@ -179,8 +198,12 @@ class VersionFiles:
 
     def _check_room(self, nbytes: int) -> None:
         """What is only collected has no place on the disk yet, and must find one later."""
-        need = self._pending_bytes + nbytes + _ROOM
-        if (free := shutil.disk_usage(self._temporary).free) < need:
+        need = self._pending_bytes + nbytes + self._said + _ROOM
+        try:
+            free = shutil.disk_usage(self._temporary).free
+        except OSError as error:
+            raise OutputError(self.path, _unwritable(error)) from None
+        if free < need:
             raise OutputError(
                 self.path,
                 f"cannot be written: needs {size(need)} more, {size(free)} free on its disk; make"

@@ -25,6 +25,10 @@ class Size(Struct, frozen=True):
     vocabulary: int = 2048
 
 
+LEAST_STEPS = 40
+"""Gradient steps after which the model is better than the frequencies of tokens."""
+
+
 class Plan(Struct, frozen=True):
     """What is to be done; the same for all processes."""
 
@@ -43,6 +47,11 @@ class Plan(Struct, frozen=True):
     seed: int
     directory: str = ""
     """Where the broker's socket is, the processes of a group meet, and logs go."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether it trains long enough to beat a model that knows how frequent tokens are."""
+        return (self.versions - 1) * self.steps >= LEAST_STEPS
 
     @property
     def endpoint(self) -> str:
