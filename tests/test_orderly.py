@@ -40,7 +40,7 @@ def working(then: str = "ends", ignored: int = 0) -> str:
     def work(one: str) -> None:
         assert one == "it"
         if then == "made":
-            assert stopped.is_set()
+            assert stopped.wait(procs.DEADLINE_S)
             raise ClosedError("the agent was closed")
         procs.say("working")
         if then == "goes on":
