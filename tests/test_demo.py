@@ -20,6 +20,7 @@ from rich.console import Console
 from tensorlease import cli
 from tensorlease.commands.demo import DemoReport, leftovers, verdict
 from tensorlease.demo.display import Display, Row
+from tensorlease.demo.processes import Child, Processes
 from tensorlease.demo.reports import Plan, Receiver, Round, Size, Wrote
 from tensorlease.demo.text import Vocabulary, corpus, find_pieces, windows
 
@@ -185,6 +186,31 @@ def test_the_demo_succeeds_only_if_everything_is_right(
     # Too few steps to be better than that.
     short = msgspec.structs.replace(PLAN, steps=39)
     assert verdict([FIRST, complete_row(held_out=2.5)], short, 2.0, [], 1.0)[0]
+
+
+DUMPED = """Timeout (0:01:05)!
+Thread 0x00007f01 (most recent call first):
+  File "threading.py", line 331 in wait
+Thread 0x00007f02 (most recent call first):
+  File "distributed_c10d.py", line 8 in all_gather
+  File "worker.py", line 9 in gathered
+  File "worker.py", line 10 in serve
+"""
+
+
+def test_where_a_process_hangs_that_tells_nothing_is_said(tmp_path: Path) -> None:
+    processes = Processes.__new__(Processes)
+    processes._directory = tmp_path
+    child = Child.__new__(Child)
+    child.name = "worker pair/1"
+    log = tmp_path / "worker-pair-1.log"
+    log.write_text("a word\n")
+    assert processes._hangs_in(child) == ""
+    log.write_text(f"a word\n{DUMPED}")
+    assert processes._hangs_in(child) == (
+        ' (in File "distributed_c10d.py", line 8 in all_gather <- File "worker.py", line 9 in'
+        " gathered)"
+    )
 
 
 def test_living_processes_and_their_segments_count_as_left_behind(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import subprocess
@@ -139,7 +140,7 @@ class Processes:
             ends = [c.process.sentinel for c in running if c.process.exitcode is None]
             ready = connection.wait([*waited, *ends, self._broker_fd], LIMIT_S + 10)
             if not ready:
-                names = ", ".join(child.name for child in running)
+                names = ", ".join(f"{child.name}{self._hangs_in(child)}" for child in running)
                 raise DemoError(f"nothing was heard for {LIMIT_S + 10:g} s from {names}")
             if self._broker_fd in ready:
                 raise DemoError(f"the broker ended with {self.broker.wait()}{self._last_words()}")
@@ -202,18 +203,27 @@ class Processes:
         also = ", ".join(child.name for child in failed[1:])
         return failed[0].fate + (f"; then also {also}" if also else "")
 
+    def _hangs_in(self, child: Child) -> str:
+        """Where its main thread is, by what it has written to its log once it was late."""
+        kind, _, place = child.name.partition(" ")
+        text = _log_of(self._directory, kind, place).read_text(errors="replace")
+        frames = text.rpartition("(most recent call first):")[2].split("\n")[1:3]
+        return f" (in {' <- '.join(frame.strip() for frame in frames)})" if any(frames) else ""
+
     def _last_words(self) -> str:
         lines = (self._directory / "broker.log").read_text(errors="replace").splitlines()
         return f": {lines[-1]}" if lines else ""
+
+
+def _log_of(directory: Path, kind: str, place: str) -> Path:
+    return directory / f"{kind}-{place.replace('/', '-')}.log"
 
 
 def _run(plan: Plan, kind: str, place: str, reports: Connection) -> None:
     """The life of one process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     threading.Thread(target=_end_after_parent, daemon=True).start()
-    log = os.open(
-        f"{plan.directory}/{kind}-{place.replace('/', '-')}.log", os.O_CREAT | os.O_WRONLY
-    )
+    log = os.open(_log_of(Path(plan.directory), kind, place), os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -224,6 +234,7 @@ def _run(plan: Plan, kind: str, place: str, reports: Connection) -> None:
 
     def tell(report: Report) -> None:
         reports.send_bytes(msgspec.json.encode(report))
+        faulthandler.dump_traceback_later(LIMIT_S + 5, file=log)
 
     try:
         if kind == "trainer":
