@@ -325,6 +325,22 @@ def test_an_interrupted_pull_leaves_no_part_of_a_version(
     assert os.listdir(output) == []
 
 
+def test_a_pull_that_is_interrupted_while_it_commits_ends_the_commit_first(
+    spawn: Spawn, broker: Threaded, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    save(tmp_path / "model", {"model.safetensors": tensors(64)})
+    worker = pulling(spawn, f"--output={output}", "--replica=a")
+    pusher = spawn(command, "push", str(tmp_path / "model"))
+    # All of it is written by the commit hook.
+    eventually(lambda: any(output.glob(".version-*/*")) or (output / "version-1").exists())
+    worker.signal(signal.SIGINT)
+    assert pusher.result().code == 0
+    assert worker.result().code == 130
+    assert os.listdir(output) == ["version-1"]
+    assert same(loaded(output / "version-1"), tensors(64))
+
+
 def test_an_interrupted_pull_that_waits_says_no_more_than_that(
     spawn: Spawn, broker: Threaded
 ) -> None:
