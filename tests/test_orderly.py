@@ -77,6 +77,27 @@ def test_a_signal_stops_the_work_and_then_ends_the_command(
     assert process.result() == end
 
 
+def masked() -> bool:
+    """In a child: whether a thread that the work starts takes none of the signals."""
+    found: list[set[int]] = []
+
+    def look() -> None:
+        found.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+
+    def work(_: object) -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    run_orderly(object, work, lambda _: None)
+    own = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return found[0] >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} and not own
+
+
+def test_signals_go_to_the_thread_that_looks_for_them(spawn: Spawn) -> None:
+    assert spawn(masked).result()
+
+
 @SIGNALS
 def test_a_second_signal_does_not_wait_for_the_work(spawn: Spawn, number: int, end: str) -> None:
     process = spawn(working, "hangs")

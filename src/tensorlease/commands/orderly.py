@@ -17,6 +17,7 @@ from tensorlease.protocol.errors import TensorleaseError
 
 T = TypeVar("T")
 
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DONE = 0
 """Beside the numbers of signals: the work has ended."""
 
@@ -56,6 +57,8 @@ def run_orderly(
     turn = threading.Lock()
 
     def run() -> None:
+        # The kernel may give a signal to any thread that takes it; only the main one looks.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _NUMBERS)
         try:
             one = make()
             with turn:  # Either it is stopped from here, or it is there to be.
@@ -111,8 +114,7 @@ def _plain_log(own: tuple[type[Exception], ...], stopping: threading.Event) -> I
 @contextmanager
 def _signals(told: SimpleQueue[int]) -> Iterator[None]:
     """Puts the numbers of signals that would end the program, save those that it ignores."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    former = {number: signal.getsignal(number) for number in numbers}
+    former = {number: signal.getsignal(number) for number in _NUMBERS}
     heard = [number for number, handler in former.items() if handler is not signal.SIG_IGN]
     try:
         for number in heard:
