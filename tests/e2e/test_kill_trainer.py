@@ -39,7 +39,7 @@ PLACES = [
     Place("sent:Batch:1", FAILED, busy="in:copy:1"),
     Place("received:Opened:1", FAILED, busy="in:copy:1"),
     Place("received:Opened:1", FAILED, busy="sending:Staged:1"),
-    # Everyone has staged everything, so everyone has voted: nothing fails the round any more.
+    # Once the broker has told the first to commit, nothing fails the round any more.
     Place("received:Release:1", COMMITTED),
     Place("received:Release:1", COMMITTED, busy="in:commit:1"),
     Place("received:Finished:1", COMMITTED),
@@ -112,6 +112,7 @@ class Killing:
         self.victim.hold(place.name)
         what, name, _ = place.name.split(":")
         before = self.broker.counts()[f"received:{name}"]
+        commits = self.broker.counts()["sent:Commit"]
         for trainer in (self.trainer, self.victim):
             trainer.publish(self.version, min_replicas=2)
         self.victim.arrived(place.name)
@@ -119,6 +120,9 @@ class Killing:
             self.broker.until(f"received:{name}", before + RANKS)
         if place.busy:
             busy.arrived(place.busy)
+        if place.outcome is COMMITTED:
+            # What it sent may be released before what the other rank sends has come.
+            self.broker.until("sent:Commit", commits + 1)
         began = time.monotonic()
         self.victim.kill()
         if place.outcome is FAILED:

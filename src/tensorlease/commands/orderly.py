@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from queue import SimpleQueue
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import NoReturn, TypeVar
 
 import click
@@ -18,6 +18,7 @@ from tensorlease.protocol.errors import TensorleaseError
 T = TypeVar("T")
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK_S = 0.2
 _DONE = 0
 """Beside the numbers of signals: the work has ended."""
 
@@ -73,19 +74,28 @@ def run_orderly(
 
     with _plain_log(own, stopping), _signals(told):
         threading.Thread(target=run, daemon=True, name="tensorlease-work").start()
-        number = told.get()
+        number = _next(told)
         if number != _DONE:
             with turn:
                 stopping.set()
                 for one in made:
                     stop(one)
-            impatient = told.get() != _DONE
+            impatient = _next(told) != _DONE
             # What it could not finish for that; all else that it raises is a defect.
             if impatient or (errors and isinstance(errors[0], TensorleaseError)):
                 click.echo("interrupted" if number == signal.SIGINT else "terminated", err=True)
                 sys.exit(128 + number)
         if errors:
             raise errors.pop()
+
+
+def _next(told: SimpleQueue[int]) -> int:
+    """Waits for the next word; looks now and then, since a signal that comes just before the
+    waiting begins does not end it: its handler runs only when Python code does.
+    """
+    while True:
+        with suppress(Empty):
+            return told.get(timeout=LOOK_S)
 
 
 @contextmanager
