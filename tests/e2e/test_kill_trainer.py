@@ -111,18 +111,20 @@ class Killing:
             busy.hold(place.busy)
         self.victim.hold(place.name)
         what, name, _ = place.name.split(":")
-        before = self.broker.counts()[f"received:{name}"]
-        commits = self.broker.counts()["sent:Commit"]
+        before = self.broker.counts()
         for trainer in (self.trainer, self.victim):
             trainer.publish(self.version, min_replicas=2)
         self.victim.arrived(place.name)
+        # A rank that opens after the death would open a round of its own.
+        opens = RANKS - 1 if place.name == "sending:Open:1" else RANKS
+        self.broker.until("received:Open", before["received:Open"] + opens)
         if what == "sent":
-            self.broker.until(f"received:{name}", before + RANKS)
+            self.broker.until(f"received:{name}", before[f"received:{name}"] + RANKS)
         if place.busy:
             busy.arrived(place.busy)
         if place.outcome is COMMITTED:
             # What it sent may be released before what the other rank sends has come.
-            self.broker.until("sent:Commit", commits + 1)
+            self.broker.until("sent:Commit", before["sent:Commit"] + 1)
         began = time.monotonic()
         self.victim.kill()
         if place.outcome is FAILED:

@@ -391,9 +391,12 @@ class TwoRanks:
         if death.busy:
             self.worker.hold(death.busy)
         victim.hold(place)
+        opened = self.broker.counts()["received:Open"]
         for trainer in self.trainers:
             trainer.send(self.version)
         victim.arrived(place)
+        # A rank that opens after the death would open a round of its own.
+        self.broker.until("received:Open", opened + 2 - (place == "sending:Open:1"))
         if death.busy:
             self.worker.arrived(death.busy)
         began = time.monotonic()
