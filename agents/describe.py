@@ -70,11 +70,15 @@ def too_few(states: Iterable[ReplicaState], least: int, of: str, after: str) -> 
     return f"{head} ({names}) {after}; {why}"
 
 
-def describe_call(call: Call | None, handle: RoundHandle, states: Iterable[ReplicaState]) -> str:
+def describe_call(
+    call: Call | None, handle: RoundHandle, states: Iterable[ReplicaState], world_size: int
+) -> str:
     """Says whom a round waits for; `call`: None where it is not known any more."""
     states = list(states)
     if call is None or (call.receivers is None and not call.ended):
-        return f"not admitted yet; replicas: {describe_replicas(states)}"
+        # A trainer is not told which ranks have opened the call.
+        ranks = "" if world_size == 1 else f" (each of the {world_size} ranks has to publish it)"
+        return f"not admitted yet{ranks}; replicas: {describe_replicas(states)}"
     if handle.stuck:
         return ", ".join(
             f"{h.replica}/{h.member} (pid {h.pid}) is silent and keeps its lease"

@@ -388,8 +388,9 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
         with self._connection.mutex:
             if not self._core.connected:
                 return f"no broker: {one_line(self._connection.unreachable())}"
-            state = self._core.state
-            return describe_call(state.calls.get(handle.call), handle, state.replicas)
+            core = self._core
+            call = core.state.calls.get(handle.call)
+            return describe_call(call, handle, core.state.replicas, core.world_size)
 
     def _close(self, deadline: float) -> None:
         with self._closing_once(deadline) as closing:

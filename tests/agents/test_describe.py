@@ -45,24 +45,24 @@ def handle() -> RoundHandle:
 
 
 def test_one_receiver_is_named_as_the_one_from_whom_it_is_missing() -> None:
-    said = describe_call(call(A), handle(), BEFORE)
+    said = describe_call(call(A), handle(), BEFORE, 1)
     assert said == "a/0 (pid 100) has not voted or not committed"
-    said = describe_call(call(A, held=True), handle(), BEFORE)
+    said = describe_call(call(A, held=True), handle(), BEFORE, 1)
     assert said == "batch 0 is not released by a/0 (pid 100)"
 
 
 def test_of_several_it_says_that_a_trainer_is_not_told_which_and_who_knows() -> None:
     which = "(a trainer is not told which: `tensorlease status` says whom the round waits for)"
     both = "at least one of a/0 (pid 100), b/0 (pid 200)"
-    said = describe_call(call(A, B), handle(), BEFORE)
+    said = describe_call(call(A, B), handle(), BEFORE, 1)
     assert said == f"{both} has not voted or not committed {which}"
-    said = describe_call(call(A, B, held=True), handle(), BEFORE)
+    said = describe_call(call(A, B, held=True), handle(), BEFORE, 1)
     assert said == f"batch 0 is not released by {both} {which}"
 
 
 def test_a_replica_that_is_at_the_version_by_now_is_not_named() -> None:
     states = [state("a", VERSION), state("b", VERSION - 1)]
-    said = describe_call(call(A, B), handle(), states)
+    said = describe_call(call(A, B), handle(), states, 1)
     assert said == "b/0 (pid 200) has not voted or not committed"
     assert readers(call(A, B, held=True), handle(), states) == [B]
 
@@ -76,7 +76,7 @@ def test_who_has_committed_by_the_result_is_not_named_and_nobody_is_in_its_place
     ended.finished.reach(
         RoundResult(records.RoundResult("g", 1, VERSION, Outcome.MIXED, "", [], results))
     )
-    said = describe_call(call(A, B, held=True), ended, BEFORE)
+    said = describe_call(call(A, B, held=True), ended, BEFORE, 1)
     assert said == "batch 0 is not released by b/0 (pid 200)"
     assert readers(call(A, held=True), ended, BEFORE) == []
 
@@ -84,5 +84,13 @@ def test_who_has_committed_by_the_result_is_not_named_and_nobody_is_in_its_place
 def test_who_keeps_a_lease_by_the_brokers_word_is_the_only_one_named() -> None:
     stuck = handle()
     stuck.note_stuck(0, [Holder(B.instance, "b", 0, 200)])
-    said = describe_call(call(A, B, held=True), stuck, BEFORE)
+    said = describe_call(call(A, B, held=True), stuck, BEFORE, 1)
     assert said == "b/0 (pid 200) is silent and keeps its lease"
+
+
+def test_before_the_admission_one_of_several_ranks_hears_that_the_others_have_to_publish() -> None:
+    states = [state("a", VERSION - 1)]
+    said = describe_call(None, handle(), states, 1)
+    assert said.startswith("not admitted yet; replicas: a is complete")
+    said = describe_call(None, handle(), states, 2)
+    assert said.startswith("not admitted yet (each of the 2 ranks has to publish it); replicas: a ")
