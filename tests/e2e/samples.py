@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
-from .parties import World
+from .parties import Party, World
 
 SAMPLES = 8
 """How many a test takes, at least."""
@@ -27,13 +28,14 @@ class Sample(Struct, frozen=True):
     segment_bytes: int
 
 
-def sample(world: World, version: int, pids: list[int]) -> Sample:
+def sample(world: World, version: int, parties: Sequence[Party]) -> Sample:
     page = os.sysconf("SC_PAGE_SIZE")
     resident = descriptors = 0
-    for pid in pids:
-        _, total, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+    for party in parties:
+        party.ask("trim", about="trimmed")
+        _, total, shared, *_ = Path(f"/proc/{party.pid}/statm").read_text().split()
         resident += (int(total) - int(shared)) * page
-        descriptors += len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        descriptors += len(list(Path(f"/proc/{party.pid}/fd").iterdir()))
     count = len(world.segments())
     return Sample(version, resident, descriptors, count, world.segment_bytes())
 

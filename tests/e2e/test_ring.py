@@ -78,7 +78,7 @@ def test_in_many_rounds_every_element_is_right_and_memory_descriptors_and_segmen
     for worker in workers:
         worker.expect("attached")
     trainers[0].ready(2)
-    pids = [party.pid for party in (broker, *trainers, *workers)]
+    parties = (broker, *trainers, *workers)
 
     samples: list[Sample] = []
     step = max(1, ROUNDS // SAMPLES)
@@ -89,7 +89,7 @@ def test_in_many_rounds_every_element_is_right_and_memory_descriptors_and_segmen
         for results in zip(*(t.expect("results", 600.0) for t in trainers), strict=True):
             assert {r.outcome for r in results} == {Outcome.COMMITTED}, results[0].reason
             _check(results[0])
-        samples.append(sample(world, last, pids))
+        samples.append(sample(world, last, parties))
     for worker in workers:
         report = worker.report()
         assert report.wrong == []

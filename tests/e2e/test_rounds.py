@@ -65,7 +65,7 @@ def test_in_200_rounds_every_worker_has_the_published_bytes_and_only_the_batches
         worker.expect("attached")
     trainers[0].ready(2)
 
-    pids = [party.pid for party in (broker, *trainers, *workers.values())]
+    parties = (broker, *trainers, *workers.values())
 
     samples: list[Sample] = []
     mine: list[RoundResult] = []
@@ -77,7 +77,7 @@ def test_in_200_rounds_every_worker_has_the_published_bytes_and_only_the_batches
         for versions in zip(*results, strict=True):
             assert {r.outcome for r in versions} == {Outcome.COMMITTED}, versions[0].reason
         mine += results[0]
-        samples.append(sample(world, last, pids))
+        samples.append(sample(world, last, parties))
 
     assert len(mine) == ROUNDS
     require_flat(f"registered, {distribution}, {ROUNDS} rounds, {BIG_MIB} MiB", samples)
