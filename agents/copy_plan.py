@@ -193,7 +193,7 @@ class CopyPlan:
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
             self._kept[source, taken] = ready
-        with _devices(ready, memories):  # They copy while this goes on.
+        with _devices(ready.lanes, memories):  # They copy while this goes on.
             for step, place in ready.boxes:
                 _copy_box(step, memories[place])
             ready.runs.copy()
@@ -386,17 +386,16 @@ def _lane(ordinal: int, runs: list[Run], boxes: list[tuple[Step, int]]) -> _Lane
 
 
 @contextmanager
-def _devices(ready: _Ready, memories: Sequence[MappedMemory]) -> Iterator[None]:
+def _devices(lanes: Sequence[_Lane], memories: Sequence[MappedMemory]) -> Iterator[None]:
     """Has GPUs copy what they are to; all of it is done when the block has ended."""
-    if not ready.lanes:
+    if not lanes:
         yield
         return
     from .device_copies import lane
 
-    events = {id(event): event for memory in memories if (event := memory.event) is not None}
     with ExitStack() as stack:
-        for each in ready.lanes:
-            stack.enter_context(lane(each.ordinal, events.values()))
+        for each in lanes:
+            stack.enter_context(lane(each.ordinal))
             each.runs.issue()
             for step, place in each.boxes:
                 _copy_box(step, memories[place])

@@ -1,8 +1,8 @@
 """The memory kind `cuda_ipc`: GPU memory of a trainer, mapped by workers through CUDA IPC.
 
 Registered tensors stay where they are: the allocation that they lie in is exported as it is, once
-for all tensors in it. An event says when what the trainer's stream has written is there: workers
-have their streams wait for it, and no host waits.
+for all tensors in it. An event says when what the trainer's stream has written is there: a trainer
+does not wait for its device, and a worker looks for the event before it copies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _tensor(block: _Block, ordinal: int) -> torch.Tensor:
 
 
 class Order:
-    """An event of this process on one device, that streams of other processes can wait for.
+    """An event of this process on one device, that other processes can look for.
 
     There is one for all that a process shares on the device: workers keep what they have opened
     until they end, since the driver does not bear it to be closed.
@@ -193,7 +193,7 @@ class CudaMapping:
 
     @property
     def event(self) -> torch.cuda.Event:
-        """What the trainer has written is there after it."""
+        """What the trainer has written is there after it; see `await_written`."""
         return self._event
 
     @property
@@ -202,11 +202,11 @@ class CudaMapping:
         return self._own is None
 
     def flat(self) -> torch.Tensor:
-        """Returns all of it, uint8 of shape (nbytes,); this thread's stream has it after the event."""
+        """Returns all of it, uint8 of shape (nbytes,); to be read after the event."""
         return _tensor(self._readable(), self._ordinal)
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        """Returns a part of it; this thread's current stream has it after the event."""
+        """Returns a part of it; to be read after the event."""
         block = _Block(self._address + offset, nbytes, self._readable())
         return _tensor(block, self._ordinal).untyped_storage()
 
@@ -228,7 +228,6 @@ class CudaMapping:
     def _readable(self) -> _Block:
         if self._block is None:
             raise MappingError("GPU memory of a trainer was unmapped")
-        self._event.wait(torch.cuda.current_stream(self._ordinal))
         return self._block
 
 

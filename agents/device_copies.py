@@ -6,7 +6,7 @@ and every further time one call to the driver does all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock
@@ -92,17 +92,15 @@ def _lanes(ordinal: int) -> _Lanes:
 
 
 @contextmanager
-def lane(ordinal: int, events: Iterable[torch.cuda.Event] = ()) -> Iterator[torch.cuda.Stream]:
+def lane(ordinal: int) -> Iterator[torch.cuda.Stream]:
     """Makes the device's first lane the current stream; when the block ends, all of it was done.
 
-    It begins after what this thread's current stream was told before, and after the events. Others
-    who copy on the device wait for the block's end.
+    It begins after what this thread's current stream was told before. Others who copy on the device
+    wait for the block's end.
     """
     lock, (main, *_) = _lanes(ordinal)
     with lock, torch.cuda.device(ordinal):
         main.wait_stream(torch.cuda.current_stream(ordinal))
-        for event in events:
-            event.wait(main)
         try:
             with torch.cuda.stream(main):
                 yield main

@@ -7,7 +7,7 @@ a round of registered buffers only copies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from heapq import nsmallest
 from typing import Final, NamedTuple
@@ -30,6 +30,7 @@ from .sink import AttachedTensors, Coverage
 from .together import Together, incomplete
 from .verifying import Part, Reading, tags_of
 from .work import CopyWork
+from .written import await_written
 
 log = logging.getLogger("tensorlease.agents")
 
@@ -151,6 +152,8 @@ class Intake:
         # The names in them.
         self._offered: frozenset[str] = frozenset()
         self._touched = False
+        self.goes_on: Callable[[], bool] = lambda: True
+        """Whether the round whose batch is copied still does."""
         # (trainer, number) of the offer; filled by the poll thread under the connection's lock.
         self._offers: dict[tuple[str, int], Offer] = {}
 
@@ -314,6 +317,14 @@ class Intake:
             if not held:
                 del self._mapped[trainer]
 
+    def _map_written(self, trainer: str, handles: dict[int, Handle]) -> None:
+        self._map(trainer, handles)
+        self._await_written(trainer, handles)
+
+    def _await_written(self, trainer: str, numbers: Iterable[int]) -> None:
+        held = self._mapped.get(trainer, {})
+        await_written([held[number] for number in numbers if number in held], self.goes_on)
+
     def unmap(self, trainer: str, numbers: Iterable[int]) -> None:
         """Gives mappings back; those that there are not are no error."""
         held = self._mapped.get(trainer, {})
@@ -389,6 +400,7 @@ class Intake:
         batch = work.batch
         self._touched = False
         if batch.registered:
+            self._await_written(batch.trainer, batch.buffers)
             return self._copy_registered(batch.trainer, batch.buffers, work.body or b"")
         return self._copy_ring(batch.trainer, batch.rank, work.body or b"")
 
@@ -429,7 +441,8 @@ class Intake:
         nbytes = 0
         if staging.verify:
             # All of it is read, wanted or not: the proof is that of the whole buffer.
-            self._map(trainer, {b.number: b.handle for b in buffers if b.handle})
+            handles = {b.number: b.handle for b in buffers if b.handle}
+            self._map_written(trainer, handles)
             tags = {buffer.number: buffer.tags or b"" for buffer in buffers}
             reading = Reading(buffers, tags, self._mapped.get(trainer, {}))
         if self._attached is not None:
@@ -437,7 +450,7 @@ class Intake:
                 # Whether it fits is seen before any of it is copied.
                 called = {trainer: f"rank {rank}"}
                 copies = self._attached.plan({trainer: buffers}, partial=True, called=called)
-            self._map(trainer, copies.handles(trainer))
+            self._map_written(trainer, copies.handles(trainer))
         if reading is not None:
             reading.read()
         if self._attached is not None and copies is not None:
@@ -458,7 +471,7 @@ class Intake:
         pieces = self._wanted_pieces(self._sink, buffers)
         given_from = {number for number, entry in pieces if entry.nbytes}
         handles = {b.number: b.handle for b in buffers if b.handle and b.number in given_from}
-        self._map(trainer, handles)
+        self._map_written(trainer, handles)
         handover = staging.given.take(pieces, self._mapped.get(trainer, {}))
         return Copied(nbytes, handover, reading)
 

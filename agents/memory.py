@@ -61,6 +61,14 @@ class ExportedMemory(Protocol):
         ...
 
 
+class Event(Protocol):
+    """What comes in the order of a device's stream."""
+
+    def query(self) -> bool:
+        """Whether all of before it was done."""
+        ...
+
+
 class MappedMemory(Protocol):
     """A trainer's memory in a worker, for reading alone."""
 
@@ -80,8 +88,8 @@ class MappedMemory(Protocol):
         ...
 
     @property
-    def event(self) -> torch.cuda.Event | None:
-        """What the trainer has written is there after it; None: it is there."""
+    def event(self) -> Event | None:
+        """What the trainer has written is there after it (see `await_written`); None: it is."""
         ...
 
     @property

@@ -7,6 +7,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from ..protocol.errors import InternalError
@@ -52,6 +53,7 @@ class Performer:
         self._core = core
         self._connection = connection
         self._intake = intake
+        intake.goes_on = partial(_goes_on, core)
         # The round whose hooks are called, and seconds that its parts took.
         self._round: RoundInfo | None = None
         self._prepare_s = 0.0
@@ -467,6 +469,12 @@ class Performer:
             case _:
                 return work  # May be done twice.
         return None
+
+
+def _goes_on(core: WorkerCore) -> bool:
+    """Whether the round whose batch is at hand has not ended; looks without the lock."""
+    rnd = core.state.round
+    return rnd is not None and rnd.ending is None
 
 
 def _code_of(error: BaseException | None) -> Code:
