@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -106,12 +106,8 @@ class _Ready(Struct):
 
     addresses: list[int]
     """Where each buffer is mapped."""
-    tensors: list[torch.Tensor]
-    """Those that are written."""
-    watched: list[Want]
-    """Those of them that belong to another tensor."""
-    states: object
-    """How all of them lay in memory."""
+    lying: _Lying
+    """How the tensors that are written lay in memory."""
     counted: list[torch.Tensor]
     """Those of them of which autograd counts the versions."""
     runs: Runs
@@ -184,11 +180,7 @@ class CopyPlan:
         memories = [self._memory(source, number, mapped) for number in taken]
         addresses = [memory.address for memory in memories]
         ready = self._kept.get((source, taken))
-        if (
-            ready is None
-            or ready.addresses != addresses
-            or ready.states != _states(ready.tensors, ready.watched)
-        ):
+        if ready is None or ready.addresses != addresses or not ready.lying.unchanged():
             ready = self._prepare(source, taken, addresses, memories)
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
@@ -234,7 +226,7 @@ class CopyPlan:
         wants = list({id(step.want.placed.tensor): step.want for step, _ in chosen}.values())
         tensors = [want.placed.tensor for want in wants]
         watched = [want for want in wants if want.is_watched]
-        states = _states(tensors, watched)
+        lying = _Lying(tensors, watched)
         # Those of inference mode count no versions.
         counted = [tensor for tensor in tensors if not tensor.is_inference()]
         # By the ordinal of the GPU that copies; None: the processor does.
@@ -259,7 +251,7 @@ class CopyPlan:
             _lane(ordinal, runs.get(ordinal, []), boxes.get(ordinal, []))
             for ordinal in sorted(each for each in {*runs, *boxes} if each is not None)
         ]
-        return _Ready(addresses, tensors, watched, states, counted, *at_home, lanes, copied)
+        return _Ready(addresses, lying, counted, *at_home, lanes, copied)
 
     def _memory(self, source: str, number: int, mapped: Mapping[int, MappedMemory]) -> MappedMemory:
         memory = mapped.get(number)
@@ -306,21 +298,43 @@ def _lost_its_base(want: Want) -> bool:
 
 # Called for thousands of tensors in each round: by `map`, which takes a third of the time.
 _ADDRESS: Final = torch.Tensor.data_ptr
+_COUNT: Final = torch.Tensor.numel
 _STRIDES: Final = torch.Tensor.stride
-_STORAGE: Final = torch.Tensor.untyped_storage
-_STORED: Final = torch.UntypedStorage.nbytes
-_KIND: Final = attrgetter("shape", "dtype", "device")
+_DTYPE: Final = attrgetter("dtype")
 
 
-def _states(tensors: Sequence[torch.Tensor], watched: Iterable[Want]) -> object:
-    """Returns all that says where and how tensors lie; equal for as long as they stay there."""
-    return (
-        list(map(_ADDRESS, tensors)),
-        list(map(_KIND, tensors)),
-        list(map(_STRIDES, tensors)),
-        list(map(_STORED, map(_STORAGE, tensors))),
-        [(want.placed.left_behind, _lost_its_base(want)) for want in watched],
-    )
+class _Lying:
+    """Where and how tensors lie in memory.
+
+    Args:
+        tensors: What is looked at.
+        watched: Those of them that belong to another tensor.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], watched: Sequence[Want]) -> None:
+        self._tensors = tensors
+        self._watched = watched
+        self._addresses = list(map(_ADDRESS, tensors))
+        self._counts = list(map(_COUNT, tensors))
+        self._dtypes = list(map(_DTYPE, tensors))
+        # With the count it is the shape, too.
+        self._strides = list(map(_STRIDES, tensors))
+        self._strayed = self._look_at_watched()
+
+    def unchanged(self) -> bool:
+        """Whether they lie there still, and so."""
+        tensors = self._tensors
+        return (
+            list(map(_ADDRESS, tensors)) == self._addresses
+            and list(map(_COUNT, tensors)) == self._counts
+            and list(map(_DTYPE, tensors)) == self._dtypes
+            # No list: thousands of tuples would have the garbage collector look at everything.
+            and all(map(eq, map(_STRIDES, tensors), self._strides))
+            and self._look_at_watched() == self._strayed
+        )
+
+    def _look_at_watched(self) -> list[tuple[bool, bool]]:
+        return [(want.placed.left_behind, _lost_its_base(want)) for want in self._watched]
 
 
 def _count_change(tensors: list[torch.Tensor]) -> None:

@@ -149,8 +149,9 @@ class Intake:
         self._unwanted: frozenset[str] = frozenset()
         # The tables of what is offered, by trainer and buffer.
         self._tables: dict[tuple[str, int], Buffer] = {}
-        # The names in them.
+        # The names in them, and how many of those are attached.
         self._offered: frozenset[str] = frozenset()
+        self._offered_here = 0
         self._touched = False
         self.goes_on: Callable[[], bool] = lambda: True
         """Whether the round whose batch is copied still does."""
@@ -184,11 +185,12 @@ class Intake:
         """Returns what the round has brought so far, and what of it is wanted here."""
         staging = self._staging
         applied = 0 if staging.given is None else staging.given.count
-        carried = staging.sent if staging.subset else staging.sent | self._offered
         if staging.coverage is not None:
+            carried = staging.sent if staging.subset else staging.sent | self._offered
             applied += len(staging.coverage.applied & carried)
         elif self._attached is not None and not (staging.subset or staging.awaited):
-            applied += len(carried.intersection(self._attached.names))
+            # No ring batch has come: these are what is offered.
+            applied += self._offered_here
         if staging.subset or not self._unwanted:
             skipped: AbstractSet[str] = staging.unwanted
         else:
@@ -239,6 +241,7 @@ class Intake:
                 missing.append(f"offer {offer.number} of rank {offer.rank}: {error}")
         self._tables = {(by, buffer.number): buffer for by, of in buffers.items() for buffer in of}
         self._offered = frozenset(e.name for b in self._tables.values() for e in b.entries)
+        self._offered_here = len(self._offered.intersection(self._attached_names()))
         nearest = sorted(offers, key=lambda offer: (offer.device != self._device, offer.rank))
         preference = list(dict.fromkeys(offer.trainer for offer in nearest))
         takes: dict[str, set[int]] = {}
