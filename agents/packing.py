@@ -100,7 +100,8 @@ class Packing:
         dtype: str,
         shape: tuple[int, ...],
         region: Region,
-        aliases: Sequence[str] = (),
+        aliases: Sequence[str],
+        cost: int,
     ) -> None:
         """Takes a box in, whose bytes are at `offset`.
 
@@ -110,6 +111,7 @@ class Packing:
             shape: Its global shape.
             region: The box of it that is sent.
             aliases: Other names of the same bytes.
+            cost: What `table_cost` says of it.
         """
         offset = self.offset
         box = None if region.is_whole(shape) else region
@@ -118,4 +120,4 @@ class Packing:
         nbytes = region.count * ITEM_SIZES[dtype]
         self.end = offset + nbytes
         self.nbytes += nbytes
-        self._cost += table_cost(name, aliases, len(shape))
+        self._cost += cost

@@ -113,7 +113,7 @@ def place(
         if name in names:
             raise error(name, "was given twice: give each tensor a name of its own")
         names.add(name)
-        placed += _place(name, tensor, pieces.pop(name, None), error)
+        placed += place_one(name, tensor, pieces.pop(name, None), error)
     for name in pieces:
         raise error(
             str(name),
@@ -149,10 +149,10 @@ def check_tensor_name(name: object, error: type[TensorError]) -> None:
     raise error(str(name), f"has no usable name: {it_is}text of 1 to {MAX_NAME} bytes is")
 
 
-def _place(
+def place_one(
     name: str, tensor: torch.Tensor, given: Place | None, error: type[TensorError]
 ) -> list[Placed]:
-    """Returns the boxes of one tensor."""
+    """Returns what one tensor is; see `place`. `given`: where it lies, for a plain piece."""
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
         hint = ": torch.from_numpy makes one that shares its memory" if kind == "ndarray" else ""

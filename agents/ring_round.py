@@ -28,7 +28,7 @@ from .errors import NO_ROOM, ExportError, GpuMemoryError, RingFullError, SharedM
 from .filling import check_sendable, dtype_name, fill, sent_dtype
 from .packing import TABLE_BYTES, cut, table_cost
 from .pieces import Pieces, Place
-from .placement import NamedTensors, Placed, check_tensor_name, place
+from .placement import NamedTensors, Placed, check_tensor_name, place_one
 from .results import RoundHandle, RoundResult, UnreleasedError
 from .ring_memory import Filling
 from .waiting import seconds
@@ -289,10 +289,10 @@ class RingRound:
             raise ConfigError(f"tied {tied!r}: must be names of tensors")
         aliases = [tied] if isinstance(tied, str) else list(tied)
         own = dtype_name(dtype)
-        pieces = None if region is None else {name: region}
         with self._sending:
             self._check_active()
-            placed = place([(name, tensor)], pieces, ExportError)
+            check_tensor_name(name, ExportError)
+            placed = place_one(name, tensor, region, ExportError)
             self._source._check_pieces(placed)
             dtypes = [self._check(part, own) for part in placed]
             if self.handle is None and not self.terms.subset:
@@ -442,10 +442,12 @@ class RingRound:
                 ) from error
             start = tuple(a + b for a, b in zip(placed.region.start, box.start, strict=True))
             region = Region(start, box.length)
-            packing.add(placed.name, dtype, placed.shape, region, aliases)
+            packing.add(placed.name, dtype, placed.shape, region, aliases, cost)
 
     def _take_slot(self) -> bool:
         """Makes sure that a slot is being filled, waiting for one; False: the round has ended."""
+        if self._filling is not None and not self.ended:
+            return True
         connection, ring = self._source._connection, self._source._ring
         slots = ring.slots
         deadline = time.monotonic() + self._timeout

@@ -268,16 +268,32 @@ class Coverage(Struct):
         """
         touched: dict[int, Want] = {}
         for want, region in copied.regions(source, numbers):
-            self._filled.setdefault(id(want), set()).add(region)
-            touched[id(want)] = want
+            key = id(want)
+            if key not in self._filled and region == want.region:
+                # Nearly all of them: filled at once, by one piece.
+                self._filled[key] = {region}
+                self._note_filled(key, want)
+            else:
+                self._filled.setdefault(key, set()).add(region)
+                touched[key] = want
         for key, want in touched.items():
             regions = require_disjoint(want.names[0], self._filled[key])
             if covered(want.region, regions) == want.region.count:
-                self._applied.update(want.names)
-                self._open.pop(key, None)
-                self._begun.pop(key, None)
-            begun = self._boxes.get(id(want.placed.tensor), (want,))
-            self._begun.update((id(box), box) for box in begun if id(box) in self._open)
+                self._note_filled(key, want)
+            else:
+                self._note_begun(want)
+
+    def _note_filled(self, key: int, want: Want) -> None:
+        self._applied.update(want.names)
+        self._open.pop(key, None)
+        self._begun.pop(key, None)
+        if want.placed.is_part:
+            self._note_begun(want)
+
+    def _note_begun(self, want: Want) -> None:
+        """All boxes of its tensor have to be filled now."""
+        begun = self._boxes.get(id(want.placed.tensor), (want,))
+        self._begun.update((id(box), box) for box in begun if id(box) in self._open)
 
     def complete(self) -> bool:
         """Whether every wanted region was filled in this round."""

@@ -16,12 +16,10 @@ import os
 import resource
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -38,6 +36,7 @@ from .locks import LiveLocks, PreviousRun
 from .logs import RepeatHandler, setup_logging
 from .notify import Notifier
 from .settings import SETTINGS
+from .signals import Signals
 from .sweep import sweep
 
 log = logging.getLogger("tensorlease.broker")
@@ -51,8 +50,6 @@ RELOADABLE = frozenset({"log.level", "log.format", "allowed-uids"})
 """Settings that SIGHUP can change; the others were told to agents or decide what was bound."""
 
 MAX_DESCRIPTORS = 2**20
-
-SignalHandler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 
 class Broker:
@@ -89,7 +86,6 @@ class Broker:
             HOUSEKEEPING_S, (self._notifier.watchdog_interval_s or 2 * HOUSEKEEPING_S) / 2
         )
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._former_handlers: dict[int, SignalHandler] = {}
         # How long the last messages may take; None: not stopped yet.
         self._linger_s: float | None = None
         self._http: HttpPort | None = None
@@ -107,6 +103,7 @@ class Broker:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._former_exception_handler = self._loop.get_exception_handler()
+        self._signals = Signals(self._loop)
         try:
             self._startup()
             await self._ended
@@ -135,7 +132,13 @@ class Broker:
 
     def _startup(self) -> None:
         # First: whoever sees that it listens may send one. They are heard once this has returned.
-        self._install_signals()
+        self._signals.install(
+            {
+                signal.SIGTERM: self.stop,
+                signal.SIGINT: self.stop,
+                signal.SIGHUP: self._on_hangup,
+            }
+        )
         config = self.config
         endpoints = choose_endpoints(config, self._environ, os.geteuid())
         access = access_of(config)
@@ -230,7 +233,7 @@ class Broker:
         if dispatcher is not None:
             dispatcher.close(self._linger_s or 0.0 if clean else 0.0)
             self._locks.close()
-        self._restore_signals()
+        self._signals.restore()
         self._loop.set_exception_handler(self._former_exception_handler)
         if clean or not self.started.is_set():
             # After a defect the locks fall with the process, and their notes tell of it.
@@ -290,25 +293,6 @@ class Broker:
             self._sweep(self._to_sweep.pop())
 
     # ------------------------------------------------------------ signals
-
-    def _install_signals(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handlers = {
-            signal.SIGTERM: self.stop,
-            signal.SIGINT: self.stop,
-            signal.SIGHUP: self._on_hangup,
-        }
-        for number, handler in handlers.items():
-            self._former_handlers[number] = signal.getsignal(number)
-            self._loop.add_signal_handler(number, handler)
-
-    def _restore_signals(self) -> None:
-        for number, handler in self._former_handlers.items():
-            self._loop.remove_signal_handler(number)
-            if handler is not None:
-                signal.signal(number, handler)
-        self._former_handlers.clear()
 
     def _on_hangup(self) -> None:
         self._notifier.reloading()

@@ -65,7 +65,7 @@ def pack(tensors: dict[str, Tensor], slot_bytes: int) -> list[Slot]:
                 slots.append(Slot(slot_bytes))
             last = slots[-1]
             fill(last.bytes, last.packing.offset, placed, box, placed.dtype)
-            last.packing.add(placed.name, placed.dtype, placed.shape, box)
+            last.packing.add(placed.name, placed.dtype, placed.shape, box, (), cost)
     return slots
 
 

@@ -75,12 +75,13 @@ def test_what_a_packing_takes_in_is_a_table_that_passes_every_check(
     for place, (dtype, count, aliases) in enumerate(given_tensors):
         size = count * ITEM_SIZES[dtype]
         names = [f"{place}.{alias}" for alias in aliases]
-        if not packing.fits(size, table_cost(str(place), names, 1)):
+        cost = table_cost(str(place), names, 1)
+        if not packing.fits(size, cost):
             break
         assert packing.offset % ALIGNMENT == 0
         assert packing.offset >= end
         end = packing.offset + size
-        packing.add(str(place), dtype, (count,), whole((count,)), names)
+        packing.add(str(place), dtype, (count,), whole((count,)), names, cost)
         nbytes += size
     assert packing.end <= packing.capacity
     assert packing.nbytes == nbytes
@@ -98,7 +99,7 @@ def _handle() -> str:
 
 def test_padding_counts_as_room() -> None:
     packing = Packing(ALIGNMENT + 8)
-    packing.add("a", "uint8", (1,), whole((1,)))
+    packing.add("a", "uint8", (1,), whole((1,)), (), 0)
     assert packing.offset == ALIGNMENT
     assert packing.fits(8, 0)
     assert not packing.fits(9, 0)
@@ -108,7 +109,7 @@ def test_a_table_ends_a_slot_before_it_grows_beyond_its_limit() -> None:
     packing = Packing(1 << 20, table_limit=1000)
     assert packing.fits(0, 5000), "the first may always follow, else it never could"
     while packing.fits(4, cost := table_cost("n" * 100, [], 1)):
-        packing.add("n" * 100, "float32", (1,), whole((1,)))
+        packing.add("n" * 100, "float32", (1,), whole((1,)), (), cost)
     assert cost * len(packing.entries) <= 1000
     assert 1 < len(packing.entries) < 10
 

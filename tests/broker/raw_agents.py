@@ -233,7 +233,9 @@ class Child:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.communicate()
+        _, errors = self.process.communicate()
+        # For the report of a test that failed.
+        sys.stderr.write(f"pid {self.pid}, exit code {self.process.returncode}:\n{errors}")
 
 
 Spawn = Callable[..., Child]
