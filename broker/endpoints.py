@@ -91,10 +91,18 @@ def choose_endpoints(config: BrokerConfig, environ: Mapping[str, str], uid: int)
     (after `su` and `sudo`, `$XDG_RUNTIME_DIR` often names another user's), else one in /tmp.
 
     Raises:
-        EndpointError: An address that cannot work.
+        EndpointError: An address that cannot work, or one that is given twice.
     """
     if config.endpoints:
-        return [parse_endpoint(address) for address in config.endpoints]
+        chosen: dict[str, Endpoint] = {}
+        for address in config.endpoints:
+            endpoint = parse_endpoint(address)
+            # Also under two names: a directory may be a link.
+            place = os.path.realpath(endpoint.path) if endpoint.path else endpoint.url
+            if place in chosen:
+                raise EndpointError(address, f"is {chosen[place]} again: name each place once")
+            chosen[place] = endpoint
+        return list(chosen.values())
     if given := environ.get(ENDPOINT_VARIABLE):
         return [from_environment(given)]
     *private, last = runtime_directories(environ, uid)

@@ -337,6 +337,17 @@ def test_the_settings_win_over_the_variable_and_the_variable_over_the_users_plac
     assert [e.path for e in choose_endpoints(BrokerConfig(), environ, 0)] == ["/env/b.sock"]
 
 
+def test_a_place_that_is_given_twice_is_refused_also_by_another_name(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to("a")
+    for first, second in (
+        ("tcp://127.0.0.1:5555", "tcp://127.0.0.1:5555"),
+        (f"{tmp_path}/a/b.sock", f"ipc://{tmp_path}/b/b.sock"),
+    ):
+        with pytest.raises(EndpointError, match="again: name each place once"):
+            choose_endpoints(BrokerConfig(endpoints=(first, second)), {}, os.geteuid())
+
+
 def test_the_runtime_directory_is_used_only_if_it_is_the_users_own(tmp_path: Path) -> None:
     uid = os.geteuid()
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from tensorlease import cli
 from ..broker.raw_agents import Threaded, eventually
 from ..checkpoints import BROKEN, save, tensors
 from ..command_lines import command, measured_command
-from ..procs import Spawn
+from ..procs import Spawn, broker_process
 from .helpers import DEADLINE_S, MIB, Collect, Serve, channels, error_of, loaded, pulling, same
 
 if TYPE_CHECKING:
@@ -233,6 +234,19 @@ def test_without_a_broker_both_say_where_they_looked(
     for words in (["push", str(model)], ["pull"]):
         said = error_of(capsys, *words)
         assert f"no broker answers at {url}" in said and "tensorlease broker" in said
+
+
+def test_with_a_stopped_broker_push_ends_when_its_time_is_over(
+    url: str, spawn: Spawn, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker = broker_process(spawn, url)
+    broker.stop()
+    began = time.monotonic()
+    said = error_of(capsys, "push", str(model), "--timeout=0.5")
+    took = time.monotonic() - began
+    broker.go_on()
+    assert f"the broker at {url} does not answer; is it stopped?" in said
+    assert took < 10.0, "the usual goodbye alone takes that long"
 
 
 def test_without_workers_nothing_is_published(

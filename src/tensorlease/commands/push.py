@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 SLOTS = 4
 LEAST_RING, MOST_RING = 16 * 2**20, 256 * 2**20
 """Bytes of all slots, if nothing is said: a sixteenth of the model, between these."""
+CLOSE_S = 10.0
+"""Longest goodbye."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -135,7 +138,9 @@ def push(
 
     def work(made: tuple[Checkpoint, TrainerAgent]) -> None:
         checkpoint, trainer = made
-        with trainer:
+        with ExitStack() as stack:
+            # The goodbye takes no longer than anything else: the broker may be stopped.
+            stack.callback(trainer.close, min(CLOSE_S, timeout_s))
             _wait(trainer, replicas, timeout_s, console)
             number = version or trainer.last_version + 1
             try:
