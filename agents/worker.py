@@ -11,21 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from ..protocol import messages as m
-from ..protocol.errors import (
-    ConfigError,
-    DeadlineError,
-    TensorleaseError,
-)
+from ..protocol.errors import ConfigError, DeadlineError, TensorleaseError
 from ..protocol.limits import MAX_VERSION
 from .agent import CONNECT_TIMEOUT_S, Agent
-from .arguments import (
-    check_name,
-    check_number,
-    check_place,
-    deadline_of,
-    identity,
-    new_instance,
-)
+from .arguments import check_name, check_number, check_place, deadline_of, identity, new_instance
 from .callback_sink import CallbackSink, S
 from .core import Effect
 from .hooks import A, R, require_callable
@@ -232,6 +221,20 @@ class WorkerAgent(Agent[WorkerCore]):
                 raise ConfigError(f"{name!r} is to come together with others, but is not attached")
         self._join(lambda: self._intake.attach(tensors, groups), lambda: self._intake.attach(None))
         return tensors
+
+    def attend(self) -> None:
+        """Joins the channel without tensors: its hooks run, and it votes, as a member of a replica.
+
+        For what leads the other members: an engine's controller, which pauses it and goes on.
+
+        Raises:
+            ConfigError, NoBrokerError, RefusedError: As for `attach`.
+        """
+        self._check_here()
+        if self._intake.attached is not None or self._intake.sink is not None:
+            raise ConfigError(f"{self!r} takes tensors already: it takes part in rounds by that")
+        nothing = AttachedTensors({})
+        self._join(lambda: self._intake.attach(nothing), lambda: self._intake.attach(None))
 
     def on_stage(
         self,

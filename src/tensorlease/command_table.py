@@ -36,6 +36,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "bench": Command("tensorlease.commands.bench:bench", "Measure this installation."),
+    "bridge": Command(
+        "tensorlease.commands.bridge:bridge", "Lead inference servers through the rounds."
+    ),
     "broker": Command("tensorlease.broker.command:broker", "Run the broker of this host."),
     "config-check": Command(
         "tensorlease.commands.config_check:config_check",

@@ -17,6 +17,7 @@ from tensorlease.protocol.records import Outcome
 
 from ..broker.raw_agents import Threaded, eventually
 from ..procs import Spawned
+from .conftest import StartWorker
 from .serving import weights, work_until
 
 torch = pytest.importorskip("torch")
@@ -366,3 +367,32 @@ def test_a_hook_cannot_close_its_worker_and_is_told_what_to_do(
     trainer.publish_nowait(1)
     assert worker.run() == 1
     assert "call stop() there" in errors[0]
+
+
+def test_a_member_that_attends_takes_no_tensors_runs_its_hooks_and_votes(
+    trainer: TrainerAgent, url: str, start_worker: StartWorker
+) -> None:
+    target = torch.zeros(3)
+    taking = start_worker("a", {"w": target}, member=1, size=2)
+    with WorkerAgent("policy", endpoint=url, replica="a", member=0, size=2) as leading:
+        seen: list[str] = []
+        leading.on_prepare(lambda round: seen.append(f"prepare {round.version}"))
+        leading.on_commit(lambda round: seen.append(f"commit {round.version}"))
+        leading.attend()
+        with pytest.raises(ConfigError, match="has its tensors already"):
+            leading.attach({"w": torch.zeros(3)})
+        thread = threading.Thread(target=leading.run, args=(1,))
+        thread.start()
+        trainer.wait_ready()
+        result = trainer.publish(1)
+        thread.join(10.0)
+        assert result.ok, result
+        assert seen == ["prepare 1", "commit 1"]
+        assert (leading.version, taking.version) == (1, 1)
+        assert target.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_who_takes_tensors_cannot_attend_as_well(worker: WorkerAgent) -> None:
+    worker.attach({"w": torch.zeros(3)})
+    with pytest.raises(ConfigError, match="takes tensors already"):
+        worker.attend()

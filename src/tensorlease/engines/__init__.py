@@ -1,0 +1,1 @@
+"""Inference engines: how a version reaches a whole engine, and not just a worker's tensors."""

@@ -1,0 +1,196 @@
+"""A member of a replica whose tensors only the engine's own thread may load.
+
+The agent works in a thread of its own, so that it is ready whenever a round is to begin. What a
+round brings it hands to the thread that calls `receive`, and waits until that has loaded it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+
+from tensorlease.agents import RoundInfo, WorkerAgent
+from tensorlease.protocol.errors import ConfigError, TensorleaseError
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = list[tuple[str, "torch.Tensor"]]
+"""Names, and views of a trainer's memory: gone when what they are given to returns."""
+
+BEGIN_S: Final = 15.0
+"""How long the agent and the engine wait for each other at the beginning of a round."""
+CLOSE_S: Final = 5.0
+
+log = logging.getLogger("tensorlease.engines")
+
+
+class UpdateError(TensorleaseError):
+    """An engine did not get a version; says which, and why."""
+
+
+class _Load(Struct):
+    tensors: Tensors
+    done: Future[None]
+
+
+class _End(Struct):
+    """The round is over for this member."""
+
+    reason: str
+    """Empty: it commits."""
+
+
+class EngineMember:
+    """The seat of one of an engine's processes in its replica.
+
+    Args:
+        worker: Its agent, that has attached nothing; it is closed by `close`.
+        load: Takes tensors into the engine; called by `receive`, in its thread.
+    """
+
+    def __init__(self, worker: WorkerAgent, load: Callable[[Tensors], object]) -> None:
+        self._worker = worker
+        self._load = load
+        # Guards the next two.
+        self._changed = threading.Condition()
+        # The version that `receive` waits for; 0: it does not.
+        self._version = 0
+        self._tasks: queue.SimpleQueue[_Load | _End] = queue.SimpleQueue()
+        worker.on_prepare(self._prepare)
+        worker.on_commit(self._commit)
+        worker.on_abort(self._abort)
+        worker.on_stage(self._stage)
+        self._thread = threading.Thread(target=self._serve, name="tensorlease-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def worker(self) -> WorkerAgent:
+        """Its agent."""
+        return self._worker
+
+    def receive(self, version: int, timeout: float) -> None:
+        """Loads what the round of this version brings; returns once it is to commit.
+
+        Args:
+            version: What the round is to make.
+            timeout: Limit in seconds.
+
+        Raises:
+            UpdateError: The round did not begin, failed, or is not over in time; what was loaded of
+                it is loaded.
+            ConfigError: Another thread is at it.
+        """
+        began = time.monotonic()
+        with self._changed:
+            if self._version:
+                raise ConfigError(f"version {self._version} is being received already")
+            self._version = version
+            self._changed.notify_all()
+        prepared = False
+        try:
+            while True:
+                limit = timeout if prepared else min(timeout, BEGIN_S)
+                left = max(0.0, began + limit - time.monotonic())
+                try:
+                    task = self._tasks.get(timeout=left)
+                except queue.Empty:
+                    what = "is not over" if prepared else "has not begun"
+                    raise UpdateError(
+                        f"the round of version {version} {what} after {limit:g} s"
+                        f" ({self._worker!r} is {self._state()})"
+                    ) from None
+                prepared = True
+                if isinstance(task, _End):
+                    if task.reason:
+                        raise UpdateError(f"version {version} did not come: {task.reason}")
+                    return
+                self._do(task)
+                del task  # Else its views would be there while the next is waited for.
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """Ends the agent. Idempotent."""
+        self._worker.stop()
+        self._worker.close(CLOSE_S)
+        self._thread.join(CLOSE_S)
+
+    # ------------------------------------------------------------ in the thread of `receive`
+
+    def _do(self, task: _Load) -> None:
+        try:
+            self._load(task.tensors)
+        except BaseException as error:
+            task.tensors.clear()
+            task.done.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            task.tensors.clear()
+            task.done.set_result(None)
+
+    def _leave(self) -> None:
+        """Nothing is taken any more; who waits to have something loaded is told."""
+        with self._changed:
+            self._version = 0
+            while True:
+                try:
+                    task = self._tasks.get_nowait()
+                except queue.Empty:
+                    return
+                if isinstance(task, _Load):
+                    task.tensors.clear()
+                    task.done.set_exception(UpdateError("the engine has given the update up"))
+
+    def _state(self) -> str:
+        worker = self._worker
+        if not worker.connected:
+            return "without a broker"
+        return "torn" if worker.torn else f"at version {worker.version}"
+
+    # ------------------------------------------------------------ in the agent's thread
+
+    def _serve(self) -> None:
+        with contextlib.suppress(TensorleaseError):  # Closed.
+            self._worker.run()
+
+    def _prepare(self, info: RoundInfo) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._version, BEGIN_S):
+                raise UpdateError(
+                    f"the engine was not told in {BEGIN_S:g} s to take version {info.version}: is"
+                    " there a bridge, or a control client, that tells it?"
+                )
+            if self._version != info.version:
+                raise UpdateError(
+                    f"the engine was told to take version {self._version}, and this is the round of"
+                    f" {info.version}"
+                )
+
+    def _stage(self, info: RoundInfo, tensors: Tensors) -> None:
+        done: Future[None] = Future()
+        self._put(_Load(list(tensors), done))
+        tensors.clear()
+        done.result()
+
+    def _commit(self, info: RoundInfo) -> None:
+        self._put(_End(""))
+
+    def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
+        with contextlib.suppress(UpdateError):  # It has given up before.
+            self._put(_End(reason or "the round failed"))
+
+    def _put(self, task: _Load | _End) -> None:
+        with self._changed:
+            if not self._version:
+                raise UpdateError("the engine has given the update up")
+            self._tasks.put(task)

@@ -1,0 +1,101 @@
+"""A vLLM server as its control endpoints show it: what a client may ask of it, with a deadline."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any, Final
+from urllib.parse import urlencode, urlsplit
+
+from tensorlease.protocol.errors import ConfigError, TensorleaseError
+
+MOST_SHOWN: Final = 300
+"""Characters of an answer that an error shows."""
+
+
+class ServerError(TensorleaseError):
+    """A vLLM server did not do what it was asked to; names it, the endpoint, and the answer."""
+
+
+class VLLMServer:
+    """One server, started with `VLLM_SERVER_DEV_MODE=1`.
+
+    Args:
+        url: Its address, `http://127.0.0.1:8000` say.
+
+    Raises:
+        ConfigError: That is no address of one.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+            raise ConfigError(f"--url {url!r}: must be like http://127.0.0.1:8000")
+        self.url: Final = f"http://{parts.netloc}"
+        self._host: Final = parts.hostname
+        self._port: Final = parts.port or 80
+
+    def is_healthy(self, timeout: float = 5.0) -> bool:
+        """Whether it answers that it is."""
+        try:
+            self._ask("GET", "/health", None, timeout)
+        except ServerError:
+            return False
+        return True
+
+    def world_size(self, timeout: float = 10.0) -> int:
+        """Returns how many workers it has, those of all data-parallel ranks."""
+        size = self._ask("GET", "/get_world_size?include_dp=true", None, timeout)["world_size"]
+        return int(size)
+
+    def post(self, path: str, body: dict[str, Any] | None, timeout: float, **query: str) -> Any:
+        """Returns the answer's JSON.
+
+        Args:
+            path: The endpoint.
+            body: JSON that it is given, if any.
+            timeout: Limit in seconds.
+            query: Its parameters.
+
+        Raises:
+            ServerError: It cannot be reached, does not answer in time, or refuses.
+        """
+        return self._ask("POST", f"{path}?{urlencode(query)}" if query else path, body, timeout)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        content = None if body is None else json.dumps(body)
+        headers = {"Content-Type": "application/json"} if content is not None else {}
+        try:
+            connection.request(method, path, content, headers)
+            answer = connection.getresponse()
+            text = answer.read().decode("utf-8", "replace")
+        except TimeoutError:
+            raise ServerError(f"{self.url}{path} has not answered in {timeout:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(
+                f"{self.url}{path} cannot be reached ({_said(error)})"
+            ) from None
+        finally:
+            connection.close()
+        if answer.status != http.HTTPStatus.OK:
+            raise ServerError(
+                f"{self.url}{path} answered {answer.status}: {_message(text)[:MOST_SHOWN]}"
+            )
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            raise ServerError(f"{self.url}{path} answered no JSON: {text[:MOST_SHOWN]}") from None
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _message(text: str) -> str:
+    """Returns what vLLM says is wrong; else all that it says."""
+    try:
+        error = json.loads(text)
+        return str(error["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text
