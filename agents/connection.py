@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -192,7 +192,7 @@ class Connection:
         wait = Wait(time.monotonic(), deadline, quiet=quiet)
         with self.mutex:
             while (left := self._left_to_wait(done, wait, late)) is not None:
-                self.changed.wait(left)
+                self._wait(left)
 
     async def await_until(
         self,
@@ -230,6 +230,17 @@ class Connection:
         finally:
             with self.mutex:
                 self._listeners.discard(listener)
+
+    def _wait(self, seconds: float) -> None:
+        """Lets go of the lock until a notification comes, or so long, and holds it afterwards."""
+        held = _times_held(self.mutex)
+        try:
+            self.changed.wait(seconds)
+        except BaseException:
+            # An interrupt that comes in the midst of its Python may leave the lock let go of.
+            while _times_held(self.mutex) < held:
+                self.mutex.acquire()
+            raise
 
     def _left_to_wait(
         self, done: Callable[[], bool], wait: Wait, late: Callable[[float], TensorleaseError]
@@ -555,3 +566,8 @@ class Connection:
             if owner is not None:
                 owner.on_broken(ClosedError("the agent was closed"))
         self.notify()
+
+
+def _times_held(lock: Any) -> int:
+    """How often this thread has taken the lock; at most once by a Python that cannot tell."""
+    return int(getattr(lock, "_recursion_count", lock._is_owned)())

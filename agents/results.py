@@ -7,10 +7,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from msgspec import Struct
 
@@ -201,7 +200,8 @@ def _receiver(record: records.ReceiverResult) -> ReceiverOutcome:
 class Milestone(Generic[T]):
     """Something that a round reaches once, or never; threads and coroutines may wait for it.
 
-    A wait that lasts is said in the log, now and then.
+    A wait that lasts is said in the log, now and then. A plain lock is what a thread waits by: the
+    locks of futures and conditions are taken by Python code, which an interrupt may leave locked.
 
     Args:
         late: Returns what there is to say after so many seconds.
@@ -209,9 +209,11 @@ class Milestone(Generic[T]):
     """
 
     def __init__(self, late: Callable[[float], DeadlineError], agent: object = "an agent") -> None:
-        self._future: Future[T] = Future()
-        # From now on nobody's cancellation can take it from the others who wait.
-        self._future.set_running_or_notify_cancel()
+        self._done = False
+        self._value: T | None = None
+        self._error: TensorleaseError | None = None
+        # Called once it is done, by who has done it; each waits for one who waits.
+        self._watchers: list[Callable[[], None]] = []
         self._late = late
         self._agent = agent
         self._pid = os.getpid()
@@ -219,14 +221,12 @@ class Milestone(Generic[T]):
     @property
     def done(self) -> bool:
         """Whether it was reached, or never will be."""
-        return self._future.done()
+        return self._done
 
     @property
     def reached(self) -> T | None:
         """Its value; None if it was not reached."""
-        if self._future.done() and self._future.exception() is None:
-            return self._future.result()
-        return None
+        return self._value
 
     def wait(self, timeout: float = 120.0) -> T:
         """Waits for it, at most `timeout` seconds.
@@ -242,24 +242,31 @@ class Milestone(Generic[T]):
                 " forked; what becomes of it is known there alone"
             )
         wait = _begin(timeout)
-        while not self._future.done():
-            left = self._left_to_wait(wait)
-            with suppress(TimeoutError):  # Looks again; a `TimeoutError` may also be its outcome.
-                return self._future.result(left)
-        return self._future.result()
+        bell = threading.Lock()
+        bell.acquire()
+        with self._watched(bell.release):
+            while not self._done:
+                bell.acquire(timeout=self._left_to_wait(wait))
+        return self._outcome()
 
     async def wait_async(self, timeout: float = math.inf) -> T:  # noqa: ASYNC109 - as wait has it
         """As `wait`, for coroutines; cancelling it takes nothing from others who wait."""
         import asyncio
 
         wait = _begin(timeout)
-        future = asyncio.wrap_future(self._future)
-        try:
-            while not self._future.done():
-                await asyncio.wait([future], timeout=self._left_to_wait(wait))
-            return await future
-        finally:
-            future.cancel()
+        loop, bell = asyncio.get_running_loop(), asyncio.Event()
+
+        def ring() -> None:
+            with suppress(RuntimeError):  # A loop that was closed has nobody who waits.
+                loop.call_soon_threadsafe(bell.set)
+
+        with self._watched(ring):
+            while not self._done:
+                left = self._left_to_wait(wait)  # May raise a `TimeoutError`, which is to pass.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await bell.wait()
+        return self._outcome()
 
     def _left_to_wait(self, wait: Wait) -> float:
         now = time.monotonic()
@@ -275,13 +282,34 @@ class Milestone(Generic[T]):
 
     def reach(self, value: T) -> None:
         """It has come to pass; the first of `reach` and `fail` counts."""
-        if not self._future.done():
-            self._future.set_result(value)
+        if not self._done:
+            self._value = value
+            self._ring()
 
     def fail(self, error: TensorleaseError) -> None:
         """It never will."""
-        if not self._future.done():
-            self._future.set_exception(error)
+        if not self._done:
+            self._error = error
+            self._ring()
+
+    def _ring(self) -> None:
+        self._done = True
+        for watcher in list(self._watchers):
+            watcher()
+
+    def _outcome(self) -> T:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return cast("T", self._value)
+
+    @contextmanager
+    def _watched(self, watcher: Callable[[], None]) -> Iterator[None]:
+        """Has the watcher called once it is done; not if it is by now: look after this."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
 
 
 def _begin(timeout: float) -> Wait:

@@ -228,7 +228,8 @@ class WorkerAgent(Agent[WorkerCore]):
         For what leads the other members: an engine's controller, which pauses it and goes on.
 
         Raises:
-            ConfigError, NoBrokerError, RefusedError: As for `attach`.
+            ConfigError: There are tensors already, or the worker has begun to work.
+            NoBrokerError, RefusedError: As for `attach`.
         """
         self._check_here()
         if self._intake.attached is not None or self._intake.sink is not None:

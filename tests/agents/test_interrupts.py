@@ -51,8 +51,7 @@ def in_condition(agent: TrainerAgent | WorkerAgent) -> Waiting:
 
 def at_round(handle: RoundHandle) -> Waiting:
     """Whether somebody waits for the end of a round, or for its release."""
-    futures = [handle.finished._future, handle.released._future]
-    return lambda: any(future._condition._waiters for future in futures)  # type: ignore[attr-defined]
+    return lambda: bool(handle.finished._watchers or handle.released._watchers)
 
 
 def latest(trainer: TrainerAgent) -> Waiting:
@@ -174,3 +173,31 @@ def test_a_close_that_was_interrupted_has_closed(broker: Threaded, url: str) -> 
     interrupt(lambda: trainer.close(timeout=FAR_S), in_condition(trainer))
     assert trainer.closed
     eventually(lambda: not broker.broker.ledger.state.peers)
+
+
+def test_an_interrupt_just_when_a_wait_has_let_go_of_the_lock_passes_through_and_all_goes_on(
+    trainer: TrainerAgent, worker: WorkerAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.attach({"w": torch.zeros(3)})
+    changed = worker._connection.changed
+    let_go = changed._release_save  # type: ignore[attr-defined]
+    struck: list[int] = []
+
+    def struck_after() -> object:
+        state = let_go()
+        if threading.current_thread() is threading.main_thread() and not struck:
+            struck.append(1)
+            raise KeyboardInterrupt
+        return state
+
+    monkeypatch.setattr(changed, "_release_save", struck_after)
+    for nested in (False, True):
+        struck.clear()
+        with pytest.raises(KeyboardInterrupt):
+            if nested:
+                with worker._connection.mutex:
+                    worker.run()
+            else:
+                worker.run()
+        assert not worker._connection.mutex._is_owned()  # type: ignore[attr-defined]
+    commits(trainer, worker, 1)

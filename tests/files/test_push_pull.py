@@ -247,6 +247,8 @@ def test_with_a_stopped_broker_push_ends_when_its_time_is_over(
     broker.go_on()
     assert f"the broker at {url} does not answer; is it stopped?" in said
     assert took < 10.0, "the usual goodbye alone takes that long"
+    # It is said in the background, and heard now.
+    eventually(lambda: all(thread.name != "tensorlease" for thread in threading.enumerate()))
 
 
 def test_without_workers_nothing_is_published(

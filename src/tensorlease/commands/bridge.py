@@ -67,25 +67,18 @@ def vllm(
 
     def make() -> list[VLLMBridge]:
         place = find(endpoint, job).url
-        made: list[VLLMBridge] = []
-        try:
-            for server in servers:
-                name = server.url.removeprefix("http://")
-                made.append(
-                    VLLMBridge(
-                        server,
-                        channel,
-                        name,
-                        endpoint=place,
-                        device=device,
-                        update_s=timeout_s,
-                        pause=pause,
-                    )
-                )
-        except BaseException:
-            _close(made)
-            raise
-        return made
+        return [
+            VLLMBridge(
+                server,
+                channel,
+                server.url.removeprefix("http://"),
+                endpoint=place,
+                device=device,
+                update_s=timeout_s,
+                pause=pause,
+            )
+            for server in servers
+        ]
 
     def work(bridges: list[VLLMBridge]) -> None:
         errors: list[TensorleaseError] = []
@@ -98,13 +91,10 @@ def vllm(
                 _stop(bridges)
 
         threads = [threading.Thread(target=serve, args=(one,)) for one in bridges]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            _close(bridges)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         if errors:
             raise errors[0]
 
@@ -117,8 +107,3 @@ def vllm(
 def _stop(bridges: list[VLLMBridge]) -> None:
     for one in bridges:
         one.stop()
-
-
-def _close(bridges: list[VLLMBridge]) -> None:
-    for one in bridges:
-        one.close()

@@ -1,8 +1,8 @@
 """Leads a vLLM server through the rounds of a channel, as member 0 of its replica.
 
 The server's workers, with the backend `tensorlease`, are the other members: they take the tensors.
-This one takes none. It tells the server when an update begins and ends, holds its traffic in
-between, and joins it again when it was restarted.
+This one takes none. It tells the server when an update begins and ends, and holds its traffic in
+between. While the server is away the replica has no leader, and so is in no round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from tensorlease.agents import RoundInfo, WorkerAgent
-from tensorlease.protocol.errors import TensorleaseError
+from tensorlease.protocol.errors import ClosedError, TensorleaseError
 
 from .vllm_server import ServerError, VLLMServer
 
@@ -24,6 +24,8 @@ CONTROL_S: Final = 60.0
 """How long the server may take for what moves no weights."""
 MARGIN_S: Final = 10.0
 """By so much longer than its workers wait, the answer to an update is waited for."""
+END_S: Final = 5.0
+"""How long the thread that looks is waited for."""
 
 log = logging.getLogger("tensorlease.engines")
 
@@ -32,17 +34,13 @@ class VLLMBridge:
     """One server's leader.
 
     Args:
-        server: The server; it must answer already.
+        server: The server; it may come later, and go and come again.
         channel: The stream of versions.
         replica: The name that server and leader have there.
         endpoint: The broker's address.
         device: Label of the server's devices.
         update_s: How long an update may take, in seconds.
         pause: What becomes of requests meanwhile: "keep", "wait" or "abort"; see vLLM's `/pause`.
-
-    Raises:
-        ServerError: The server does not answer.
-        TensorleaseError: The broker cannot be reached, or refuses.
     """
 
     def __init__(
@@ -57,113 +55,157 @@ class VLLMBridge:
         pause: str = "keep",
     ) -> None:
         self.server: Final = server
+        self.replica: Final = replica
+        self._channel = channel
+        self._endpoint = endpoint
+        self._device = device
         self._update_s = update_s
         self._pause = pause
-        size = 1 + server.world_size()
-        self._init = {"channel": channel, "replica": replica, "size": size, "endpoint": endpoint}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorlease-update")
-        # The call of `/update_weights` that is under way.
+        # The call of `/update_weights` that is under way, until the round is decided.
         self._update: Future[Any] | None = None
-        # The server has no whole weights: its traffic is held until a round has repaired it.
-        self.held = False
         self._ending = threading.Event()
-        self.worker = WorkerAgent(
-            channel, replica=replica, member=0, size=size, endpoint=endpoint, device=device
-        )
-        self.worker.on_prepare(self._prepare)
-        self.worker.on_commit(self._commit)
-        self.worker.on_abort(self._abort)
-        self.worker.attend()
+        # Guards the next.
+        self._lock = threading.Lock()
+        # The agent, while the server is there.
+        self._worker: WorkerAgent | None = None
 
     def run(self) -> None:
-        """Serves rounds until `stop`; in a thread beside it, looks whether the server is there."""
+        """Serves rounds, whenever the server is there, until `stop`.
+
+        Raises:
+            TensorleaseError: What ends the agent: no broker, a place that is taken.
+        """
         looking = threading.Thread(target=self._look, name="tensorlease-look", daemon=True)
         looking.start()
         try:
-            self.worker.run()
+            while self._await_server():
+                with contextlib.suppress(ServerError):  # It has gone again; looks once more.
+                    self._serve()
         finally:
             self._ending.set()
-            looking.join(CONTROL_S)
+            looking.join(END_S)
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
         """Has `run` return soon."""
         self._ending.set()
-        self.worker.stop()
+        with self._lock:
+            if self._worker is not None:
+                self._worker.stop()
 
-    def close(self) -> None:
-        """Leaves the channel."""
-        self.stop()
-        self.worker.close()
+    # ------------------------------------------------------------ the server comes and goes
+
+    def _await_server(self) -> bool:
+        """Waits for the server; False: it is to end."""
+        said = False
+        while not self._ending.is_set():
+            if self.server.is_healthy():
+                return True
+            if not said:
+                log.info("waits for %s", self.server.url)
+                said = True
+            self._ending.wait(LOOK_S)
+        return False
+
+    def _serve(self) -> None:
+        """Leads the server until it goes, or `stop` is called."""
+        try:
+            size = 1 + self.server.world_size()
+            init = {"channel": self._channel, "replica": self.replica, "size": size}
+            init["endpoint"] = self._endpoint
+            self.server.post("/init_weight_transfer_engine", {"init_info": init}, CONTROL_S)
+        except ServerError as error:
+            log.error("%s", error)
+            self._ending.wait(LOOK_S)
+            raise
+        worker = WorkerAgent(
+            self._channel,
+            replica=self.replica,
+            member=0,
+            size=size,
+            endpoint=self._endpoint,
+            device=self._device,
+        )
+        with worker:
+            worker.on_prepare(self._prepare)
+            worker.on_commit(self._commit)
+            worker.on_abort(self._abort)
+            worker.attend()
+            with self._lock:
+                self._worker = worker
+                if self._ending.is_set():
+                    return
+            log.info("%s has joined %s as %s", self.server.url, self._channel, self.replica)
+            try:
+                worker.run()
+            except ClosedError:
+                pass  # The server has gone.
+            finally:
+                with self._lock:
+                    self._worker = None
+
+    def _look(self) -> None:
+        """Has the replica leave the channel when the server does not answer any more."""
+        while not self._ending.wait(LOOK_S):
+            if self._worker is not None and not self.server.is_healthy():
+                self._leave(f"{self.server.url} does not answer any more")
+
+    def _leave(self, why: str) -> None:
+        with self._lock:
+            worker = self._worker
+        if worker is not None and not self._ending.is_set():
+            log.error("%s", why)
+            worker.close(0.0)  # With more it would see the round at hand to its end.
 
     # ------------------------------------------------------------ hooks
 
     def _prepare(self, info: RoundInfo) -> None:
         server = self.server
         self._settle()
+        paused = server.is_paused()
         server.post("/pause", None, CONTROL_S, mode=self._pause)
         try:
             server.post("/start_weight_update", None, CONTROL_S)
         except ServerError:
-            self._resume()
+            if not paused:  # Else it was held before, for half of a version.
+                server.post("/resume", None, CONTROL_S)
             raise
-        self.held = True
         update = {"version": info.version, "timeout": self._update_s}
         self._update = self._pool.submit(
             server.post, "/update_weights", {"update_info": update}, self._update_s + MARGIN_S
         )
+        self._update.add_done_callback(self._answered)
+
+    def _answered(self, update: Future[Any]) -> None:
+        """Leaves a round that the server cannot finish: only a goodbye takes the vote back."""
+        error = None if update.cancelled() else update.exception()
+        if error is not None and self._update is update:
+            self._leave(str(error))
 
     def _commit(self, info: RoundInfo) -> None:
-        server, update = self.server, self._update
+        server = self.server
+        update, self._update = self._update, None
         assert update is not None
         update.result(self._update_s + MARGIN_S)
-        self._update = None
         server.post("/finish_weight_update", {"weight_version": str(info.version)}, CONTROL_S)
         # What it has worked out for the beginnings of prompts is of the old weights.
         server.post("/reset_prefix_cache", None, CONTROL_S)
-        self.held = False
         server.post("/resume", None, CONTROL_S)
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
-        self._settle()
-        if self.held:
+        if self._update is not None:
+            self._settle()
             log.error(
-                "%s is held at half of version %d (%s) until a round commits",
+                "%s has half of version %d (%s): it answers no request until a round commits",
                 self.server.url,
                 info.version,
                 reason,
             )
 
     def _settle(self) -> None:
-        """Waits for the answer to an update that nobody waited for."""
+        """Waits for the answer to an update whose round has failed."""
         update, self._update = self._update, None
         if update is not None:
             with contextlib.suppress(TensorleaseError):  # The round says why.
                 update.result(self._update_s + MARGIN_S)
-
-    def _resume(self) -> None:
-        if not self.held:
-            with contextlib.suppress(ServerError):
-                self.server.post("/resume", None, CONTROL_S)
-
-    # ------------------------------------------------------------ the server
-
-    def _look(self) -> None:
-        """Has the server's workers join the channel, whenever the server has come up anew."""
-        joined = False
-        while not self._ending.is_set():
-            try:
-                if not self.server.is_healthy():
-                    if joined:
-                        log.warning("%s does not answer any more", self.server.url)
-                    joined = False
-                elif not joined:
-                    self.held = False  # A new process has what it was started with.
-                    self.server.post(
-                        "/init_weight_transfer_engine", {"init_info": self._init}, CONTROL_S
-                    )
-                    joined = True
-                    log.info("%s has joined as %s", self.server.url, self._init["replica"])
-            except TensorleaseError as error:
-                log.warning("%s", error)
-            self._ending.wait(LOOK_S)

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from tensorlease.agents import WorkerAgent
 
+from .ancestors import call_at_end, server_pid
 from .member import EngineMember, Tensors, UpdateError
 
 
@@ -85,6 +86,8 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except BaseException:
             worker.close(0.0)
             raise
+        # Workers outlive a server that is killed; they must not keep its seat from a new one.
+        call_at_end(server_pid(), self._member.close)
 
     def start_weight_update(self) -> None:
         """From now on the model's layers are loaded anew, each as a whole."""

@@ -48,6 +48,10 @@ class VLLMServer:
         size = self._ask("GET", "/get_world_size?include_dp=true", None, timeout)["world_size"]
         return int(size)
 
+    def is_paused(self, timeout: float = 10.0) -> bool:
+        """Whether it holds its requests."""
+        return bool(self._ask("GET", "/is_paused", None, timeout)["is_paused"])
+
     def post(self, path: str, body: dict[str, Any] | None, timeout: float, **query: str) -> Any:
         """Returns the answer's JSON.
 
@@ -73,9 +77,7 @@ class VLLMServer:
         except TimeoutError:
             raise ServerError(f"{self.url}{path} has not answered in {timeout:g} s") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(
-                f"{self.url}{path} cannot be reached ({_said(error)})"
-            ) from None
+            raise ServerError(f"{self.url}{path} cannot be reached ({_said(error)})") from None
         finally:
             connection.close()
         if answer.status != http.HTTPStatus.OK:
