@@ -53,7 +53,7 @@ class Performer:
         self._core = core
         self._connection = connection
         self._intake = intake
-        intake.goes_on = partial(_goes_on, core)
+        intake.goes_on = partial(in_a_round, core)
         # The round whose hooks are called, and seconds that its parts took.
         self._round: RoundInfo | None = None
         self._prepare_s = 0.0
@@ -471,8 +471,8 @@ class Performer:
         return None
 
 
-def _goes_on(core: WorkerCore) -> bool:
-    """Whether the round whose batch is at hand has not ended; looks without the lock."""
+def in_a_round(core: WorkerCore) -> bool:
+    """Whether there is a round that has not failed; looks without the lock."""
     rnd = core.state.round
     return rnd is not None and rnd.ending is None
 

@@ -19,7 +19,7 @@ from .callback_sink import CallbackSink, S
 from .core import Effect
 from .hooks import A, R, require_callable
 from .intake import Intake
-from .performer import Performer
+from .performer import Performer, in_a_round
 from .pieces import Pieces
 from .placement import NamedTensors
 from .sink import AttachedTensors, Cast, Rename
@@ -128,6 +128,11 @@ class WorkerAgent(Agent[WorkerCore]):
         return self._core.state.torn
 
     @property
+    def goes_on(self) -> bool:
+        """Whether there is a round that has not failed: a hook that waits need not wait longer."""
+        return in_a_round(self._core)
+
+    @property
     def unwanted(self) -> tuple[str, ...]:
         """Names that trainers offer or have sent in this round, and that are for nobody here."""
         return self._intake.unwanted
@@ -223,9 +228,7 @@ class WorkerAgent(Agent[WorkerCore]):
         return tensors
 
     def attend(self) -> None:
-        """Joins the channel without tensors: its hooks run, and it votes, as a member of a replica.
-
-        For what leads the other members: an engine's controller, which pauses it and goes on.
+        """Joins the channel without tensors: for what leads the other members of a replica.
 
         Raises:
             ConfigError: There are tensors already, or the worker has begun to work.

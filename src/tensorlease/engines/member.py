@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 Tensors = list[tuple[str, "torch.Tensor"]]
 """Names, and views of a trainer's memory: gone when what they are given to returns."""
 
+TOLD_S: Final = 120.0
+"""How long a round waits until the engine is told of it: its requests may have to end before."""
 BEGIN_S: Final = 15.0
-"""How long the agent and the engine wait for each other at the beginning of a round."""
+"""How long the engine waits for the round that it was told of."""
+LOOK_S: Final = 0.1
+"""Between two looks whether the round still goes on."""
 CLOSE_S: Final = 5.0
 
 log = logging.getLogger("tensorlease.engines")
@@ -164,12 +168,16 @@ class EngineMember:
             self._worker.run()
 
     def _prepare(self, info: RoundInfo) -> None:
+        began = time.monotonic()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._version, BEGIN_S):
-                raise UpdateError(
-                    f"the engine was not told in {BEGIN_S:g} s to take version {info.version}: is"
-                    " there a bridge, or a control client, that tells it?"
-                )
+            while not self._changed.wait_for(lambda: self._version, LOOK_S):
+                if not self._worker.goes_on:
+                    raise UpdateError("the round failed before the engine was told of it")
+                if time.monotonic() - began > TOLD_S:
+                    raise UpdateError(
+                        f"the engine was not told in {TOLD_S:g} s to take version {info.version}:"
+                        " is there a bridge, or a control client, that tells it?"
+                    )
             if self._version != info.version:
                 raise UpdateError(
                     f"the engine was told to take version {self._version}, and this is the round of"

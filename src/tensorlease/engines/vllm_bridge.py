@@ -166,7 +166,7 @@ class VLLMBridge:
         paused = server.is_paused()
         server.post("/pause", None, CONTROL_S, mode=self._pause)
         try:
-            server.post("/start_weight_update", None, CONTROL_S)
+            self._start()
         except ServerError:
             if not paused:  # Else it was held before, for half of a version.
                 server.post("/resume", None, CONTROL_S)
@@ -176,6 +176,17 @@ class VLLMBridge:
             server.post, "/update_weights", {"update_info": update}, self._update_s + MARGIN_S
         )
         self._update.add_done_callback(self._answered)
+
+    def _start(self) -> None:
+        """Begins an update; one that failed may still be open, and has to be finished before."""
+        try:
+            self.server.post("/start_weight_update", None, CONTROL_S)
+        except ServerError:
+            with contextlib.suppress(ServerError):
+                self.server.post("/finish_weight_update", None, CONTROL_S)
+                self.server.post("/start_weight_update", None, CONTROL_S)
+                return
+            raise
 
     def _answered(self, update: Future[Any]) -> None:
         """Leaves a round that the server cannot finish: only a goodbye takes the vote back."""

@@ -1,0 +1,183 @@
+"""A server that answers on vLLM's control endpoints as vLLM 0.32 does, with members that are real.
+
+Order, bodies, errors and the end of a session after a failed update are those of a real server,
+as far as a bridge can see them. `fails` makes an endpoint answer 500, as an engine's defect does.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+
+from tensorlease.agents import WorkerAgent
+from tensorlease.engines.member import EngineMember, Tensors
+
+MODES = ("abort", "wait", "keep")
+
+
+class Refused(Exception):
+    """An answer that is no 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class FakeVLLM:
+    """One server of `world_size` workers; it listens from `start` to `die`."""
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.world_size = world_size
+        self.port = 0
+        self.members: list[EngineMember] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
+        self.calls: list[str] = []
+        # What an endpoint answers once, instead of doing it.
+        self.fails: dict[str, str] = {}
+        # What a worker raises, once, when it is to load something.
+        self.load_fails = ""
+        # Set when something was loaded in the update at hand.
+        self.loading = threading.Event()
+        self._begin_anew()
+        self._server: ThreadingHTTPServer | None = None
+
+    def _begin_anew(self) -> None:
+        self.label = "default"
+        self.paused = False
+        self.active = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listens: at the same port as before, if it did."""
+        self._begin_anew()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                fake._serve(self)
+
+            do_POST = do_GET
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        server.daemon_threads = True
+        self._server, self.port = server, server.server_port
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def die(self) -> None:
+        """Answers nothing any more, and its workers leave as if they were gone. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+        self._end_members()
+
+    def _end_members(self) -> None:
+        members, self.members = self.members, []
+        for member in members:
+            member.worker.close(0.0)
+            member.close()
+
+    # ------------------------------------------------------------ answers
+
+    def _serve(self, request: BaseHTTPRequestHandler) -> None:
+        parts = urlsplit(request.path)
+        length = int(request.headers.get("Content-Length", 0))
+        body = json.loads(request.rfile.read(length)) if length else {}
+        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        if request.command == "POST":
+            self.calls.append(parts.path)
+        try:
+            if parts.path in self.fails:
+                raise Refused(500, self.fails.pop(parts.path))
+            status, answer = 200, self._answer(parts.path, query, body)
+        except Refused as refused:
+            error = {"message": str(refused), "type": "error", "param": None}
+            status, answer = refused.status, {"error": {**error, "code": refused.status}}
+        except Exception as error:  # noqa: BLE001
+            text = f"Worker failed with error '{error}', please check the stack trace"
+            status, answer = 500, {"error": {"message": text, "type": "InternalServerError"}}
+        content = b"" if answer is None else json.dumps(answer).encode()
+        if self._server is None:
+            request.close_connection = True  # It has died meanwhile.
+            return
+        request.send_response(status)
+        request.send_header("Content-Length", str(len(content)))
+        request.end_headers()
+        request.wfile.write(content)
+
+    def _answer(self, path: str, query: dict[str, str], body: dict[str, Any]) -> Any:
+        match path:
+            case "/health":
+                return None
+            case "/get_world_size":
+                return {"world_size": self.world_size}
+            case "/is_paused":
+                return {"is_paused": self.paused}
+            case "/pause":
+                if query.get("mode", "abort") not in MODES:
+                    raise Refused(400, f"mode {query['mode']}")
+                self.paused = True
+                return {"status": "paused"}
+            case "/resume":
+                self.paused = False
+                return {"status": "resumed"}
+            case "/init_weight_transfer_engine":
+                self._init(**body["init_info"])
+                return {"message": "Weight transfer initialized"}
+            case "/start_weight_update":
+                if self.active:
+                    raise Refused(500, "start_weight_update called while one is already active.")
+                self.active = True
+                self.loading.clear()
+                return {"message": "Weight update started"}
+            case "/update_weights":
+                self._update(**body["update_info"])
+                return {"message": "Weights updated"}
+            case "/finish_weight_update":
+                if not self.active:
+                    raise Refused(500, "finish_weight_update called without a matching start.")
+                self.active = False
+                self.label = body.get("weight_version") or self.label
+                return {"message": "Weight update finished"}
+            case "/reset_prefix_cache":
+                return None
+            case _:
+                raise Refused(404, "Not Found")
+
+    def _init(self, channel: str, replica: str, size: int, endpoint: str) -> None:
+        self._end_members()
+        self.weights = [{} for _ in range(self.world_size)]
+        for place, weights in enumerate(self.weights):
+            worker = WorkerAgent(
+                channel, replica=replica, member=1 + place, size=size, endpoint=endpoint
+            )
+            self.members.append(EngineMember(worker, lambda t, w=weights: self._load(t, w)))  # type: ignore[misc]
+
+    def _update(self, version: int, timeout: float) -> None:
+        if not self.active:
+            raise Refused(500, "start_weight_update must be called before update_weights.")
+        with ThreadPoolExecutor(self.world_size) as pool:
+            done = [pool.submit(member.receive, version, timeout) for member in self.members]
+        for each in done:
+            if each.exception() is not None:
+                self.active = False
+                raise each.exception()  # type: ignore[misc]
+
+    def _load(self, tensors: Tensors, weights: dict[str, torch.Tensor]) -> None:
+        if self.load_fails:
+            text, self.load_fails = self.load_fails, ""
+            raise RuntimeError(text)
+        weights.update((name, tensor.clone()) for name, tensor in tensors)
+        self.loading.set()

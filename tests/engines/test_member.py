@@ -1,0 +1,164 @@
+"""A member whose tensors only the engine's thread loads: what `receive` does, and does not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tensorlease.agents import RoundResult, TrainerAgent, WorkerAgent
+from tensorlease.engines import member as module
+from tensorlease.engines.member import EngineMember, Tensors, UpdateError
+from tensorlease.protocol.errors import ConfigError
+from tensorlease.protocol.records import Outcome
+
+from ..broker.raw_agents import eventually
+
+
+class Engine:
+    """What is loaded, and by which thread."""
+
+    def __init__(self, worker: WorkerAgent) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.threads: set[int] = set()
+        self.fails = ""
+        self.member = EngineMember(worker, self.load)
+
+    def load(self, tensors: Tensors) -> None:
+        self.threads.add(threading.get_ident())
+        if self.fails:
+            raise RuntimeError(self.fails)
+        self.loaded.update((name, tensor.clone()) for name, tensor in tensors)
+
+
+@pytest.fixture
+def engine(trainer: TrainerAgent, url: str) -> Iterator[Engine]:
+    made = Engine(WorkerAgent("policy", replica="engine", endpoint=url))
+    trainer.wait_ready()
+    yield made
+    made.member.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as made:
+        yield made
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEGIN_S", 0.3)
+    monkeypatch.setattr(module, "TOLD_S", 0.3)
+
+
+def publishing(trainer: TrainerAgent, version: int = 1) -> Callable[[], RoundResult]:
+    return lambda: trainer.publish(version, timeout=20.0)
+
+
+def test_the_thread_that_receives_loads_what_the_round_brings(
+    trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
+) -> None:
+    for version in (1, 2):
+        result = pool.submit(publishing(trainer, version))
+        engine.member.receive(version, 20.0)
+        assert result.result(20.0).ok
+        assert engine.member.worker.version == version
+    assert engine.loaded["w"].tolist() == [1.0] * 3
+    assert engine.threads == {threading.get_ident()}
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_round_that_the_engine_was_not_told_of_is_without_it_and_says_so(
+    trainer: TrainerAgent, engine: Engine
+) -> None:
+    result = trainer.publish(1, timeout=20.0)
+    assert result.outcome is Outcome.FAILED
+    assert "the engine was not told in 0.3 s to take version 1" in result.reason
+    assert not engine.loaded
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_round_that_does_not_begin_is_given_up_and_the_next_one_comes(
+    trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
+) -> None:
+    with pytest.raises(UpdateError, match=r"version 7 has not begun after 0\.3 s"):
+        engine.member.receive(7, 20.0)
+    result = pool.submit(publishing(trainer))
+    engine.member.receive(1, 20.0)
+    assert result.result(20.0).ok
+
+
+def test_a_round_of_another_version_than_the_engine_was_told_is_without_it(
+    trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
+) -> None:
+    result = pool.submit(publishing(trainer))
+    with pytest.raises(UpdateError, match="told to take version 9"):
+        engine.member.receive(9, 20.0)
+    assert "told to take version 9, and this is the round of 1" in result.result(20.0).reason
+
+
+def test_what_the_engine_raises_is_the_reason_on_both_sides_and_the_next_round_works(
+    trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
+) -> None:
+    engine.fails = "no such parameter"
+    result = pool.submit(publishing(trainer))
+    with pytest.raises(UpdateError, match=r"version 1 did not come: .*no such parameter"):
+        engine.member.receive(1, 20.0)
+    assert "no such parameter" in result.result(20.0).reason
+    assert engine.member.worker.torn is False or engine.member.worker.version == 0
+    engine.fails = ""
+    result = pool.submit(publishing(trainer, 2))
+    engine.member.receive(2, 20.0)
+    assert result.result(20.0).ok
+
+
+def test_a_round_that_is_void_ends_what_receives(
+    ring_trainer: TrainerAgent, url: str, pool: ThreadPoolExecutor
+) -> None:
+    engine = Engine(WorkerAgent("policy", replica="engine", endpoint=url))
+    try:
+        ring_trainer.wait_ready()
+        receiving = pool.submit(engine.member.receive, 1, 20.0)
+        with (
+            pytest.raises(RuntimeError, match="went wrong"),
+            ring_trainer.open_round(1, timeout=20.0) as r,
+        ):
+            r.send("w", torch.ones(3))
+            r.flush()
+            eventually(lambda: engine.loaded)
+            raise RuntimeError("training went wrong")
+        with pytest.raises(UpdateError, match="version 1 did not come: .*void"):
+            receiving.result(20.0)
+    finally:
+        engine.member.close()
+
+
+def test_who_receives_for_too_long_gives_up_and_the_round_is_without_it(
+    ring_trainer: TrainerAgent, url: str, pool: ThreadPoolExecutor
+) -> None:
+    engine = Engine(WorkerAgent("policy", replica="engine", endpoint=url))
+    try:
+        ring_trainer.wait_ready()
+        receiving = pool.submit(engine.member.receive, 1, 0.5)
+        with ring_trainer.open_round(1, timeout=20.0) as r:
+            r.send("w", torch.ones(3))
+            r.flush()
+            with pytest.raises(UpdateError, match=r"is not over after 0\.5 s"):
+                receiving.result(20.0)
+            r.send("v", torch.ones(3))
+        assert r.result is not None
+        assert "the engine has given the update up" in r.result.reason
+    finally:
+        engine.member.close()
+
+
+def test_only_one_thread_receives(engine: Engine, pool: ThreadPoolExecutor) -> None:
+    receiving = pool.submit(engine.member.receive, 1, 1.0)
+    eventually(lambda: engine.member._version)
+    with pytest.raises(ConfigError, match="version 1 is being received already"):
+        engine.member.receive(2, 1.0)
+    with pytest.raises(UpdateError):
+        receiving.result(20.0)

@@ -1,0 +1,204 @@
+"""A bridge leads servers through rounds: what they are told, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tensorlease.agents import RoundResult, TrainerAgent
+from tensorlease.engines import vllm_bridge
+from tensorlease.engines.vllm_bridge import VLLMBridge
+from tensorlease.engines.vllm_server import VLLMServer
+from tensorlease.protocol.records import Fate
+
+from ..broker.raw_agents import Threaded, eventually
+from .fake_vllm import FakeVLLM
+
+UPDATE = [
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/resume",
+]
+
+Led = Callable[..., FakeVLLM]
+
+
+@pytest.fixture
+def led(broker: Threaded, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Led]:
+    """Starts servers that are led: `led("a", world_size=2)`."""
+    monkeypatch.setattr(vllm_bridge, "LOOK_S", 0.1)
+    servers: list[FakeVLLM] = []
+    bridges: list[tuple[VLLMBridge, threading.Thread]] = []
+
+    def lead(replica: str, world_size: int = 1, *, there: bool = True) -> FakeVLLM:
+        server = FakeVLLM(world_size)
+        servers.append(server)
+        server.start()
+        if not there:
+            server.die()
+        bridge = VLLMBridge(VLLMServer(server.url), "policy", replica, endpoint=url, update_s=20.0)
+        thread = threading.Thread(target=bridge.run)
+        thread.start()
+        bridges.append((bridge, thread))
+        return server
+
+    yield lead
+    for bridge, thread in bridges:
+        bridge.stop()
+        thread.join(20.0)
+        assert not thread.is_alive()
+    for server in servers:
+        server.die()
+
+
+class Source:
+    """A trainer of one tensor, `w`, each of whose values is the version."""
+
+    def __init__(self, url: str) -> None:
+        self.trainer = TrainerAgent("policy", endpoint=url)
+        self._weights = torch.zeros(3)
+        self.trainer.register({"w": self._weights})
+
+    def publish(self, version: int, replicas: int = 1) -> RoundResult:
+        """Publishes a version once so many replicas are ready."""
+        self.trainer.wait_ready(replicas, timeout=20.0)
+        assert self.trainer.may_write()
+        self._weights.fill_(float(version))
+        return self.trainer.publish(version, timeout=30.0)
+
+
+@pytest.fixture
+def source(broker: Threaded, url: str) -> Iterator[Source]:
+    made = Source(url)
+    yield made
+    made.trainer.close(0.5)
+
+
+def at(server: FakeVLLM, version: int) -> bool:
+    """Whether all of its workers have the version, and it works."""
+    wanted = [float(version)] * 3
+    values = [each["w"].tolist() for each in server.weights if each]
+    settled = server.label == str(version) and not server.paused and not server.active
+    return settled and values == [wanted] * server.world_size
+
+
+def test_a_server_is_paused_updated_and_goes_on_with_the_rounds_version(
+    source: Source, led: Led
+) -> None:
+    server = led("a", world_size=2)
+    for version in (1, 2):
+        server.calls.clear()
+        result = source.publish(version)
+        assert result.ok, result
+        assert set(result.receivers) == {"a/0", "a/1", "a/2"}
+        assert [call for call in server.calls if "/init" not in call] == UPDATE
+        assert at(server, version)
+
+
+def test_a_server_may_come_after_the_bridge_and_come_again(source: Source, led: Led) -> None:
+    server = led("a", there=False)
+    server.start()
+    assert source.publish(1).ok
+    assert at(server, 1)
+    server.die()
+    eventually(lambda: "a" not in source.trainer.replicas)
+    server.start()
+    assert source.publish(2).ok
+    assert at(server, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "fate", "held"),
+    [
+        ("/pause", Fate.EXPELLED, False),
+        ("/start_weight_update", Fate.EXPELLED, False),
+        ("/update_weights", Fate.LOST, True),
+        ("/finish_weight_update", Fate.TORN, True),
+        ("/reset_prefix_cache", Fate.TORN, True),
+    ],
+)
+def test_of_two_servers_one_that_fails_is_named_the_other_goes_on_and_the_next_round_repairs_it(
+    source: Source, led: Led, path: str, fate: Fate, held: bool
+) -> None:
+    good, bad = led("good"), led("bad")
+    assert source.publish(1, 2).ok
+    bad.fails[path] = "engine core died"
+    result = source.publish(2, 2)
+    assert result.receivers["good/0"].fate is Fate.COMMITTED
+    assert at(good, 2)
+    assert result.receivers["bad/0"].fate is fate, result
+    assert result.receivers["bad/1"].fate is not Fate.UNKNOWN
+    if fate is not Fate.LOST:
+        assert f"{bad.url}{path}" in result.receivers["bad/0"].reason
+        assert "engine core died" in result.receivers["bad/0"].reason
+    eventually(lambda: bad.paused is held)
+    assert source.publish(3, 2).ok
+    assert at(good, 3)
+    assert at(bad, 3)
+
+
+def test_a_worker_that_cannot_load_is_the_reason_and_its_server_is_held_until_the_next_round(
+    source: Source, led: Led
+) -> None:
+    good, bad = led("good"), led("bad", world_size=2)
+    bad.load_fails = "no such parameter"
+    result = source.publish(1, 2)
+    assert result.receivers["good/0"].fate is Fate.COMMITTED
+    assert "no such parameter" in result.reason
+    assert {result.receivers[f"bad/{member}"].fate for member in range(3)}.isdisjoint(
+        {Fate.COMMITTED, Fate.UNKNOWN}
+    )
+    assert bad.paused
+    assert bad.label == "default"
+    assert source.publish(2, 2).ok
+    assert at(bad, 2)
+    assert at(good, 2)
+
+
+def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(
+    ring_trainer: TrainerAgent, led: Led
+) -> None:
+    server = led("a")
+    ring_trainer.wait_ready(timeout=20.0)
+    with (
+        pytest.raises(RuntimeError, match="went wrong"),
+        ring_trainer.open_round(1, timeout=20.0) as r,
+    ):
+        r.send("w", torch.ones(3))
+        r.flush()
+        assert server.loading.wait(10.0)
+        raise RuntimeError("training went wrong")
+    eventually(lambda: not server.active)
+    assert server.paused
+    assert server.label == "default"
+    ring_trainer.wait_ready(timeout=20.0)
+    ring_trainer.publish_stream(2, [("w", torch.full((3,), 2.0))], timeout=20.0).raise_for_status()
+    assert at(server, 2)
+
+
+def test_a_server_that_dies_in_an_update_is_out_and_current_once_it_has_come_again(
+    ring_trainer: TrainerAgent, led: Led
+) -> None:
+    good, bad = led("good"), led("bad")
+    ring_trainer.wait_ready(2, timeout=20.0)
+    with ring_trainer.open_round(1, timeout=20.0) as r:
+        r.send("w", torch.full((3,), 1.0))
+        r.flush()
+        assert bad.loading.wait(10.0)
+        bad.die()
+        eventually(lambda: "bad" not in ring_trainer.replicas)
+        r.send("v", torch.ones(3))
+    assert r.result is not None
+    assert r.result.receivers["good/0"].fate is Fate.COMMITTED
+    assert Fate.COMMITTED not in {r.result.receivers[f"bad/{n}"].fate for n in (0, 1)}
+    bad.start()
+    ring_trainer.wait_ready(2, timeout=20.0)
+    ring_trainer.publish_stream(2, [("w", torch.full((3,), 2.0))], timeout=20.0).raise_for_status()
+    assert at(good, 2)
+    assert at(bad, 2)
