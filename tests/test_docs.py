@@ -32,7 +32,7 @@ from .procs import Spawn, Spawned, broker_process, spawning
 DOCS = ROOT / "docs"
 AGENTS = DOCS / "agents.md"
 OPERATIONS = DOCS / "operations.md"
-DOCUMENTS = [AGENTS, OPERATIONS, DOCS / "benchmarks.md"]
+DOCUMENTS = [AGENTS, OPERATIONS, DOCS / "benchmarks.md", DOCS / "integrations.md"]
 DEADLINE_S = 60.0
 
 # A worker whose first try fails, for the document's retry.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -202,3 +204,29 @@ def test_a_server_that_dies_in_an_update_is_out_and_current_once_it_has_come_aga
     ring_trainer.publish_stream(2, [("w", torch.full((3,), 2.0))], timeout=20.0).raise_for_status()
     assert at(good, 2)
     assert at(bad, 2)
+
+
+@pytest.mark.program
+def test_the_command_leads_servers_until_it_is_told_to_end(
+    source: Source, url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    servers = [FakeVLLM(), FakeVLLM()]
+    for server in servers:
+        server.start()
+    program = [sys.executable, "-P", "-m", "tensorlease.cli", "bridge", "vllm", "--channel=policy"]
+    words = [f"--url={server.url}" for server in servers]
+    process = subprocess.Popen([*program, f"--endpoint={url}", *words])
+    try:
+        assert source.publish(1, replicas=2).ok
+        assert all(at(server, 1) for server in servers)
+        process.terminate()
+        assert process.wait(20.0) == 0
+    finally:
+        process.kill()
+        process.wait()
+        for server in servers:
+            server.die()
+    said = capfd.readouterr().err
+    for server in servers:
+        assert f"{server.url} has joined policy as {server.url.removeprefix('http://')}" in said
+    assert "Traceback" not in said

@@ -20,6 +20,8 @@ from .vllm_server import ServerError, VLLMServer
 
 LOOK_S: Final = 1.0
 """Between two looks whether the server is there."""
+SILENT_S: Final = 30.0
+"""A server that takes connections and answers none for so long counts as gone."""
 CONTROL_S: Final = 60.0
 """How long the server may take for what moves no weights."""
 MARGIN_S: Final = 10.0
@@ -148,7 +150,7 @@ class VLLMBridge:
     def _look(self) -> None:
         """Has the replica leave the channel when the server does not answer any more."""
         while not self._ending.wait(LOOK_S):
-            if self._worker is not None and not self.server.is_healthy():
+            if self._worker is not None and not self.server.is_healthy(SILENT_S):
                 self._leave(f"{self.server.url} does not answer any more")
 
     def _leave(self, why: str) -> None:
