@@ -94,10 +94,15 @@ def test_a_round_that_does_not_begin_is_given_up_and_the_next_one_comes(
 def test_a_round_of_another_version_than_the_engine_was_told_is_without_it(
     trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
 ) -> None:
-    result = pool.submit(publishing(trainer))
-    with pytest.raises(UpdateError, match="told to take version 9"):
-        engine.member.receive(9, 20.0)
-    assert "told to take version 9, and this is the round of 1" in result.result(20.0).reason
+    receiving = pool.submit(engine.member.receive, 9, 20.0)
+    eventually(lambda: engine.member._version == 9)
+    result = trainer.publish(1, timeout=20.0)
+    assert "told to take version 9, and this is the round of 1" in result.reason
+    assert not engine.loaded
+    trainer.wait_ready()
+    assert trainer.publish(9, timeout=20.0).ok
+    receiving.result(20.0)
+    assert engine.loaded["w"].tolist() == [1.0] * 3
 
 
 def test_what_the_engine_raises_is_the_reason_on_both_sides_and_the_next_round_works(
@@ -162,3 +167,30 @@ def test_only_one_thread_receives(engine: Engine, pool: ThreadPoolExecutor) -> N
         engine.member.receive(2, 1.0)
     with pytest.raises(UpdateError):
         receiving.result(20.0)
+
+
+def test_the_end_of_a_round_that_was_given_up_does_not_end_the_next(
+    ring_trainer: TrainerAgent, url: str, pool: ThreadPoolExecutor
+) -> None:
+    engine = Engine(WorkerAgent("policy", replica="engine", endpoint=url))
+    try:
+        ring_trainer.wait_ready()
+        receiving = pool.submit(engine.member.receive, 1, 0.5)
+        with (
+            pytest.raises(RuntimeError, match="went wrong"),
+            ring_trainer.open_round(1, timeout=20.0) as r,
+        ):
+            r.send("w", torch.ones(3))
+            r.flush()
+            with pytest.raises(UpdateError, match="is not over"):
+                receiving.result(20.0)
+            receiving = pool.submit(engine.member.receive, 2, 20.0)
+            eventually(lambda: engine.member._version == 2)
+            raise RuntimeError("training went wrong")
+        ring_trainer.wait_ready()
+        result = ring_trainer.publish_stream(2, [("w", torch.full((3,), 2.0))], timeout=20.0)
+        assert result.ok, result
+        receiving.result(20.0)
+        assert engine.loaded["w"].tolist() == [2.0] * 3
+    finally:
+        engine.member.close()

@@ -186,19 +186,19 @@ class EngineMember:
 
     def _stage(self, info: RoundInfo, tensors: Tensors) -> None:
         done: Future[None] = Future()
-        self._put(_Load(list(tensors), done))
+        self._put(info, _Load(list(tensors), done))
         tensors.clear()
         done.result()
 
     def _commit(self, info: RoundInfo) -> None:
-        self._put(_End(""))
+        self._put(info, _End(""))
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
         with contextlib.suppress(UpdateError):  # It has given up before.
-            self._put(_End(reason or "the round failed"))
+            self._put(info, _End(reason or "the round failed"))
 
-    def _put(self, task: _Load | _End) -> None:
+    def _put(self, info: RoundInfo, task: _Load | _End) -> None:
         with self._changed:
-            if not self._version:
+            if self._version != info.version:  # It receives nothing, or another version by now.
                 raise UpdateError("the engine has given the update up")
             self._tasks.put(task)
