@@ -300,7 +300,11 @@ def _lost_its_base(want: Want) -> bool:
 _ADDRESS: Final = torch.Tensor.data_ptr
 _COUNT: Final = torch.Tensor.numel
 _STRIDES: Final = torch.Tensor.stride
+_CONTIGUOUS: Final = torch.Tensor.is_contiguous
+_STORAGE: Final = torch.Tensor.untyped_storage
+_STORED: Final = torch.UntypedStorage.nbytes
 _DTYPE: Final = attrgetter("dtype")
+_SHAPE: Final = attrgetter("shape")
 
 
 class _Lying:
@@ -317,8 +321,12 @@ class _Lying:
         self._addresses = list(map(_ADDRESS, tensors))
         self._counts = list(map(_COUNT, tensors))
         self._dtypes = list(map(_DTYPE, tensors))
-        # With the count it is the shape, too.
+        self._stored = list(map(_STORED, map(_STORAGE, tensors)))
+        # Of what is contiguous these and the count are the shape, too.
         self._strides = list(map(_STRIDES, tensors))
+        self._contiguous = [tensor for tensor in tensors if tensor.is_contiguous()]
+        self._others = [tensor for tensor in tensors if not tensor.is_contiguous()]
+        self._shapes = list(map(_SHAPE, self._others))
         self._strayed = self._look_at_watched()
 
     def unchanged(self) -> bool:
@@ -328,6 +336,9 @@ class _Lying:
             list(map(_ADDRESS, tensors)) == self._addresses
             and list(map(_COUNT, tensors)) == self._counts
             and list(map(_DTYPE, tensors)) == self._dtypes
+            and list(map(_STORED, map(_STORAGE, tensors))) == self._stored
+            and all(map(_CONTIGUOUS, self._contiguous))
+            and list(map(_SHAPE, self._others)) == self._shapes
             # No list: thousands of tuples would have the garbage collector look at everything.
             and all(map(eq, map(_STRIDES, tensors), self._strides))
             and self._look_at_watched() == self._strayed

@@ -80,12 +80,16 @@ def test_a_round_that_the_engine_was_not_told_of_is_without_it_and_says_so(
     assert not engine.loaded
 
 
-@pytest.mark.usefixtures("soon")
 def test_a_round_that_does_not_begin_is_given_up_and_the_next_one_comes(
-    trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
+    trainer: TrainerAgent,
+    engine: Engine,
+    pool: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(module, "BEGIN_S", 0.3)
     with pytest.raises(UpdateError, match=r"version 7 has not begun after 0\.3 s"):
         engine.member.receive(7, 20.0)
+    monkeypatch.setattr(module, "BEGIN_S", 15.0)
     result = pool.submit(publishing(trainer))
     engine.member.receive(1, 20.0)
     assert result.result(20.0).ok
@@ -113,7 +117,6 @@ def test_what_the_engine_raises_is_the_reason_on_both_sides_and_the_next_round_w
     with pytest.raises(UpdateError, match=r"version 1 did not come: .*no such parameter"):
         engine.member.receive(1, 20.0)
     assert "no such parameter" in result.result(20.0).reason
-    assert engine.member.worker.torn is False or engine.member.worker.version == 0
     engine.fails = ""
     result = pool.submit(publishing(trainer, 2))
     engine.member.receive(2, 20.0)
@@ -147,11 +150,11 @@ def test_who_receives_for_too_long_gives_up_and_the_round_is_without_it(
     engine = Engine(WorkerAgent("policy", replica="engine", endpoint=url))
     try:
         ring_trainer.wait_ready()
-        receiving = pool.submit(engine.member.receive, 1, 0.5)
+        receiving = pool.submit(engine.member.receive, 1, 3.0)
         with ring_trainer.open_round(1, timeout=20.0) as r:
             r.send("w", torch.ones(3))
             r.flush()
-            with pytest.raises(UpdateError, match=r"is not over after 0\.5 s"):
+            with pytest.raises(UpdateError, match=r"is not over after 3 s"):
                 receiving.result(20.0)
             r.send("v", torch.ones(3))
         assert r.result is not None
@@ -175,7 +178,7 @@ def test_the_end_of_a_round_that_was_given_up_does_not_end_the_next(
     engine = Engine(WorkerAgent("policy", replica="engine", endpoint=url))
     try:
         ring_trainer.wait_ready()
-        receiving = pool.submit(engine.member.receive, 1, 0.5)
+        receiving = pool.submit(engine.member.receive, 1, 3.0)
         with (
             pytest.raises(RuntimeError, match="went wrong"),
             ring_trainer.open_round(1, timeout=20.0) as r,

@@ -9,7 +9,6 @@ import click
 
 from tensorlease.engines.vllm_bridge import VLLMBridge
 from tensorlease.engines.vllm_server import VLLMServer
-from tensorlease.protocol.errors import TensorleaseError
 
 from .orderly import run_orderly
 from .query import find
@@ -81,12 +80,12 @@ def vllm(
         ]
 
     def work(bridges: list[VLLMBridge]) -> None:
-        errors: list[TensorleaseError] = []
+        errors: list[Exception] = []
 
         def serve(one: VLLMBridge) -> None:
             try:
                 one.run()
-            except TensorleaseError as error:
+            except Exception as error:  # noqa: BLE001 - raised below
                 errors.append(error)
                 _stop(bridges)
 

@@ -13,17 +13,30 @@ TITLE = b"VLLM::"
 
 
 def server_pid() -> int:
-    """Returns the nearest ancestor that is no engine core or worker: the server."""
-    pid = os.getppid()
-    while Path(f"/proc/{pid}/cmdline").read_bytes().startswith(TITLE):
-        pid = _parent_of(pid)
+    """Returns the nearest ancestor that is no engine core or worker: the server.
+
+    0: this process belongs to none, or it cannot be seen.
+    """
+    pid = os.getpid()
+    try:
+        if not _is_below(pid):
+            return 0  # The engine is in the user's own process.
+        while _is_below(pid):
+            pid = _parent_of(pid)
+    except (OSError, ValueError, IndexError):
+        return 0
     return pid
 
 
 def call_at_end(pid: int, callback: Callable[[], object]) -> None:
     """Has a thread call `callback` once the process has ended; does nothing where none can tell."""
+    if not pid:
+        return
     try:
         descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        callback()
+        return
     except OSError:
         return
 
@@ -37,6 +50,10 @@ def call_at_end(pid: int, callback: Callable[[], object]) -> None:
         callback()
 
     threading.Thread(target=wait, name="tensorlease-server", daemon=True).start()
+
+
+def _is_below(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(TITLE)
 
 
 def _parent_of(pid: int) -> int:

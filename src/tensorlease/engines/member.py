@@ -41,6 +41,10 @@ class UpdateError(TensorleaseError):
     """An engine did not get a version; says which, and why."""
 
 
+class _Begun(Struct):
+    """The round has begun for this member."""
+
+
 class _Load(Struct):
     tensors: Tensors
     done: Future[None]
@@ -64,11 +68,13 @@ class EngineMember:
     def __init__(self, worker: WorkerAgent, load: Callable[[Tensors], object]) -> None:
         self._worker = worker
         self._load = load
-        # Guards the next two.
+        # Guards the next three.
         self._changed = threading.Condition()
         # The version that `receive` waits for; 0: it does not.
         self._version = 0
-        self._tasks: queue.SimpleQueue[_Load | _End] = queue.SimpleQueue()
+        # The round that brings it: (group, call).
+        self._round: tuple[str, int] | None = None
+        self._tasks: queue.SimpleQueue[_Begun | _Load | _End] = queue.SimpleQueue()
         worker.on_prepare(self._prepare)
         worker.on_commit(self._commit)
         worker.on_abort(self._abort)
@@ -99,25 +105,26 @@ class EngineMember:
                 raise ConfigError(f"version {self._version} is being received already")
             self._version = version
             self._changed.notify_all()
-        prepared = False
+        begun = False
         try:
             while True:
-                limit = timeout if prepared else min(timeout, BEGIN_S)
+                limit = timeout if begun else min(timeout, BEGIN_S)
                 left = max(0.0, began + limit - time.monotonic())
                 try:
                     task = self._tasks.get(timeout=left)
                 except queue.Empty:
-                    what = "is not over" if prepared else "has not begun"
+                    what = "is not over" if begun else "has not begun"
                     raise UpdateError(
                         f"the round of version {version} {what} after {limit:g} s"
                         f" ({self._worker!r} is {self._state()})"
                     ) from None
-                prepared = True
+                begun = True
                 if isinstance(task, _End):
                     if task.reason:
                         raise UpdateError(f"version {version} did not come: {task.reason}")
                     return
-                self._do(task)
+                if isinstance(task, _Load):
+                    self._do(task)
                 del task  # Else its views would be there while the next is waited for.
         finally:
             self._leave()
@@ -145,7 +152,7 @@ class EngineMember:
     def _leave(self) -> None:
         """Nothing is taken any more; who waits to have something loaded is told."""
         with self._changed:
-            self._version = 0
+            self._version, self._round = 0, None
             while True:
                 try:
                     task = self._tasks.get_nowait()
@@ -183,6 +190,8 @@ class EngineMember:
                     f"the engine was told to take version {self._version}, and this is the round of"
                     f" {info.version}"
                 )
+            self._round = (info.group, info.call)
+            self._tasks.put(_Begun())
 
     def _stage(self, info: RoundInfo, tensors: Tensors) -> None:
         done: Future[None] = Future()
@@ -199,6 +208,7 @@ class EngineMember:
 
     def _put(self, info: RoundInfo, task: _Load | _End) -> None:
         with self._changed:
-            if self._version != info.version:  # It receives nothing, or another version by now.
+            # By now it may receive nothing, or a later try of the same version.
+            if self._round != (info.group, info.call):
                 raise UpdateError("the engine has given the update up")
             self._tasks.put(task)

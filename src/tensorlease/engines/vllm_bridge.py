@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYetError
+from typing import Final
 
 from tensorlease.agents import RoundInfo, WorkerAgent
-from tensorlease.protocol.errors import ClosedError, TensorleaseError
+from tensorlease.protocol.errors import ClosedError, NoBrokerError, TensorleaseError
 
+from .member import UpdateError
 from .vllm_server import ServerError, VLLMServer
 
 LOOK_S: Final = 1.0
@@ -63,9 +66,10 @@ class VLLMBridge:
         self._device = device
         self._update_s = update_s
         self._pause = pause
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorlease-update")
-        # The call of `/update_weights` that is under way, until the round is decided.
-        self._update: Future[Any] | None = None
+        # What becomes of the call of `/update_weights`, until the round is decided.
+        self._update: Future[None] | None = None
+        # The server has half of a version, or may have: it must not answer requests.
+        self._half = False
         self._ending = threading.Event()
         # Guards the next.
         self._lock = threading.Lock()
@@ -80,14 +84,23 @@ class VLLMBridge:
         """
         looking = threading.Thread(target=self._look, name="tensorlease-look", daemon=True)
         looking.start()
+        joined = False
         try:
             while self._await_server():
-                with contextlib.suppress(ServerError):  # It has gone again; looks once more.
+                try:
                     self._serve()
+                    joined = True
+                except ServerError as error:  # It has gone again, or is none.
+                    log.error("%s", error)
+                    self._ending.wait(LOOK_S)
+                except NoBrokerError as error:
+                    if not joined:
+                        raise
+                    log.error("%s", error)
+                    self._ending.wait(LOOK_S)
         finally:
             self._ending.set()
             looking.join(END_S)
-            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
         """Has `run` return soon."""
@@ -112,15 +125,12 @@ class VLLMBridge:
 
     def _serve(self) -> None:
         """Leads the server until it goes, or `stop` is called."""
-        try:
-            size = 1 + self.server.world_size()
-            init = {"channel": self._channel, "replica": self.replica, "size": size}
-            init["endpoint"] = self._endpoint
-            self.server.post("/init_weight_transfer_engine", {"init_info": init}, CONTROL_S)
-        except ServerError as error:
-            log.error("%s", error)
-            self._ending.wait(LOOK_S)
-            raise
+        size = 1 + self.server.world_size()
+        init = {"channel": self._channel, "replica": self.replica, "size": size}
+        init["endpoint"] = self._endpoint
+        self.server.post("/init_weight_transfer_engine", {"init_info": init}, CONTROL_S)
+        # Another leader may have held it, for half of a version.
+        self._half = self.server.is_paused()
         worker = WorkerAgent(
             self._channel,
             replica=self.replica,
@@ -163,38 +173,63 @@ class VLLMBridge:
     # ------------------------------------------------------------ hooks
 
     def _prepare(self, info: RoundInfo) -> None:
-        server = self.server
         self._settle()
-        paused = server.is_paused()
-        server.post("/pause", None, CONTROL_S, mode=self._pause)
         try:
+            self.server.post("/pause", None, CONTROL_S, mode=self._pause)
+            self._require_round()
             self._start()
-        except ServerError:
-            if not paused:  # Else it was held before, for half of a version.
-                server.post("/resume", None, CONTROL_S)
+            try:
+                self._require_round()
+            except UpdateError:
+                # Nothing was loaded: what there was is put back.
+                self.server.post("/finish_weight_update", None, CONTROL_S)
+                self._half = False
+                raise
+        except TensorleaseError:
+            if not self._half:
+                with contextlib.suppress(ServerError):  # The next round tries again.
+                    self.server.post("/resume", None, CONTROL_S)
             raise
-        update = {"version": info.version, "timeout": self._update_s}
-        self._update = self._pool.submit(
-            server.post, "/update_weights", {"update_info": update}, self._update_s + MARGIN_S
+        self._update = update = Future[None]()
+        sending = threading.Thread(
+            target=self._send, args=(update, info.version), name="tensorlease-update", daemon=True
         )
-        self._update.add_done_callback(self._answered)
+        sending.start()
+
+    def _require_round(self) -> None:
+        """Raises if the round has failed meanwhile: the server's workers would wait for nothing."""
+        if self._worker is None or not self._worker.goes_on:
+            raise UpdateError(f"the round failed before {self.server.url} had begun with it")
 
     def _start(self) -> None:
         """Begins an update; one that failed may still be open, and has to be finished before."""
+        half, self._half = self._half, True
         try:
             self.server.post("/start_weight_update", None, CONTROL_S)
-        except ServerError:
-            with contextlib.suppress(ServerError):
+        except ServerError as error:
+            try:
                 self.server.post("/finish_weight_update", None, CONTROL_S)
-                self.server.post("/start_weight_update", None, CONTROL_S)
-                return
-            raise
+            except ServerError as second:
+                if error.refused and second.refused:
+                    self._half = half  # None was open, and none has begun.
+                raise error from None
+            self.server.post("/start_weight_update", None, CONTROL_S)
 
-    def _answered(self, update: Future[Any]) -> None:
-        """Leaves a round that the server cannot finish: only a goodbye takes the vote back."""
-        error = None if update.cancelled() else update.exception()
-        if error is not None and self._update is update:
-            self._leave(str(error))
+    def _send(self, update: Future[None], version: int) -> None:
+        """Has the server's workers take the version, and waits until they have.
+
+        Where they cannot, the round is left: only a goodbye takes back the vote.
+        """
+        body = {"update_info": {"version": version, "timeout": self._update_s}}
+        try:
+            self.server.post("/update_weights", body, self._update_s + MARGIN_S)
+        except ServerError as error:
+            awaited = self._update is update
+            update.set_exception(error)
+            if awaited:
+                self._leave(str(error))
+        else:
+            update.set_result(None)
 
     def _commit(self, info: RoundInfo) -> None:
         server = self.server
@@ -204,11 +239,12 @@ class VLLMBridge:
         server.post("/finish_weight_update", {"weight_version": str(info.version)}, CONTROL_S)
         # What it has worked out for the beginnings of prompts is of the old weights.
         server.post("/reset_prefix_cache", None, CONTROL_S)
+        self._half = False
         server.post("/resume", None, CONTROL_S)
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
-        if self._update is not None:
-            self._settle()
+        self._settle()
+        if self._half:
             log.error(
                 "%s has half of version %d (%s): it answers no request until a round commits",
                 self.server.url,
@@ -217,8 +253,14 @@ class VLLMBridge:
             )
 
     def _settle(self) -> None:
-        """Waits for the answer to an update whose round has failed."""
+        """Waits for the answer to an update whose round has failed; not when it is to end."""
         update, self._update = self._update, None
-        if update is not None:
-            with contextlib.suppress(TensorleaseError):  # The round says why.
-                update.result(self._update_s + MARGIN_S)
+        deadline = time.monotonic() + self._update_s + MARGIN_S
+        while update is not None and not self._ending.is_set() and time.monotonic() < deadline:
+            try:
+                update.result(LOOK_S)
+            except NotYetError:
+                continue
+            except ServerError:
+                pass  # The round says why.
+            return

@@ -67,6 +67,8 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._member: EngineMember | None = None
+        # Workers outlive a server that is killed; they must not keep its seat from a new one.
+        call_at_end(server_pid(), self.shutdown)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the channel; again: as another member, the former is closed."""
@@ -86,8 +88,6 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except BaseException:
             worker.close(0.0)
             raise
-        # Workers outlive a server that is killed; they must not keep its seat from a new one.
-        call_at_end(server_pid(), self._member.close)
 
     def start_weight_update(self) -> None:
         """From now on the model's layers are loaded anew, each as a whole."""

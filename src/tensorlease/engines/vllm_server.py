@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
+import threading
+import time
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
@@ -14,7 +18,15 @@ MOST_SHOWN: Final = 300
 
 
 class ServerError(TensorleaseError):
-    """A vLLM server did not do what it was asked to; names it, the endpoint, and the answer."""
+    """A vLLM server did not do what it was asked to; names it, the endpoint, and the answer.
+
+    Attributes:
+        refused: It has said no. Else it may have done, or still do, what it was asked to.
+    """
+
+    def __init__(self, text: str, *, refused: bool = False) -> None:
+        super().__init__(text)
+        self.refused = refused
 
 
 class VLLMServer:
@@ -28,12 +40,16 @@ class VLLMServer:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"--url {url!r}: {error}") from None
+        if parts.scheme != "http" or not host or parts.path.strip("/"):
             raise ConfigError(f"--url {url!r}: must be like http://127.0.0.1:8000")
         self.url: Final = f"http://{parts.netloc}"
-        self._host: Final = parts.hostname
-        self._port: Final = parts.port or 80
+        self._host: Final = host
+        self._port: Final = port or 80
 
     def is_healthy(self, timeout: float = 5.0) -> bool:
         """Whether it answers that it is."""
@@ -45,12 +61,11 @@ class VLLMServer:
 
     def world_size(self, timeout: float = 10.0) -> int:
         """Returns how many workers it has, those of all data-parallel ranks."""
-        size = self._ask("GET", "/get_world_size?include_dp=true", None, timeout)["world_size"]
-        return int(size)
+        return int(self._get("/get_world_size?include_dp=true", "world_size", timeout))
 
     def is_paused(self, timeout: float = 10.0) -> bool:
         """Whether it holds its requests."""
-        return bool(self._ask("GET", "/is_paused", None, timeout)["is_paused"])
+        return bool(self._get("/is_paused", "is_paused", timeout))
 
     def post(self, path: str, body: dict[str, Any] | None, timeout: float, **query: str) -> Any:
         """Returns the answer's JSON.
@@ -66,23 +81,39 @@ class VLLMServer:
         """
         return self._ask("POST", f"{path}?{urlencode(query)}" if query else path, body, timeout)
 
+    def _get(self, path: str, name: str, timeout: float) -> int:
+        answer = self._ask("GET", path, None, timeout)
+        value = answer.get(name) if isinstance(answer, dict) else None
+        if not isinstance(value, int):
+            raise ServerError(f"{self.url}{path} answered {answer!r:.80}: is it a vLLM server?")
+        return value
+
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": "application/json"} if content is not None else {}
+        # The connection's own limit is for each of its steps.
+        limit = threading.Timer(timeout, _cut, (connection,))
+        limit.daemon = True
+        limit.start()
+        began = time.monotonic()
         try:
             connection.request(method, path, content, headers)
             answer = connection.getresponse()
             text = answer.read().decode("utf-8", "replace")
-        except TimeoutError:
-            raise ServerError(f"{self.url}{path} has not answered in {timeout:g} s") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{self.url}{path} cannot be reached ({_said(error)})") from None
+            if isinstance(error, TimeoutError) or time.monotonic() - began >= timeout:
+                said = f"has not answered in {timeout:g} s"
+            else:
+                said = f"cannot be reached ({str(error) or type(error).__name__})"
+            raise ServerError(f"{self.url}{path} {said}") from None
         finally:
+            limit.cancel()
             connection.close()
         if answer.status != http.HTTPStatus.OK:
             raise ServerError(
-                f"{self.url}{path} answered {answer.status}: {_message(text)[:MOST_SHOWN]}"
+                f"{self.url}{path} answered {answer.status}: {_message(text)[:MOST_SHOWN]}",
+                refused=True,
             )
         try:
             return json.loads(text) if text else None
@@ -90,8 +121,10 @@ class VLLMServer:
             raise ServerError(f"{self.url}{path} answered no JSON: {text[:MOST_SHOWN]}") from None
 
 
-def _said(error: Exception) -> str:
-    return str(error) or type(error).__name__
+def _cut(connection: http.client.HTTPConnection) -> None:
+    if connection.sock is not None:
+        with contextlib.suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _message(text: str) -> str:
