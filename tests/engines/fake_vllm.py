@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -17,6 +18,7 @@ import torch
 
 from tensorlease.agents import WorkerAgent
 from tensorlease.engines.member import EngineMember, Tensors
+from tensorlease.engines.vllm_bridge import VLLMBridge
 
 MODES = ("abort", "wait", "keep")
 
@@ -29,8 +31,19 @@ class Refused(Exception):
         self.status = status
 
 
+class Gate:
+    """Where a server waits before it does something."""
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+        self.go = threading.Event()
+
+
 class FakeVLLM:
     """One server of `world_size` workers; it listens from `start` to `die`."""
+
+    leader: VLLMBridge
+    """Who leads it, if a test has set it."""
 
     def __init__(self, world_size: int = 1) -> None:
         self.world_size = world_size
@@ -40,6 +53,7 @@ class FakeVLLM:
         self.calls: list[str] = []
         # What an endpoint answers once, instead of doing it.
         self.fails: dict[str, str] = {}
+        self._gates: dict[str, Gate] = {}
         # What a worker raises, once, when it is to load something.
         self.load_fails = ""
         # Set when something was loaded in the update at hand.
@@ -75,6 +89,11 @@ class FakeVLLM:
         self._server, self.port = server, server.server_port
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
 
+    def hold(self, path: str) -> Gate:
+        """Has an endpoint wait, once, before it does what it is asked to."""
+        gate = self._gates[path] = Gate()
+        return gate
+
     def die(self) -> None:
         """Answers nothing any more, and its workers leave as if they were gone. Idempotent."""
         server, self._server = self._server, None
@@ -99,6 +118,9 @@ class FakeVLLM:
         if request.command == "POST":
             self.calls.append(parts.path)
         try:
+            if (gate := self._gates.pop(parts.path, None)) is not None:
+                gate.came.set()
+                gate.go.wait(30.0)
             if parts.path in self.fails:
                 raise Refused(500, self.fails.pop(parts.path))
             status, answer = 200, self._answer(parts.path, query, body)
@@ -112,10 +134,11 @@ class FakeVLLM:
         if self._server is None:
             request.close_connection = True  # It has died meanwhile.
             return
-        request.send_response(status)
-        request.send_header("Content-Length", str(len(content)))
-        request.end_headers()
-        request.wfile.write(content)
+        with suppress(ConnectionError):  # Who asked has given up.
+            request.send_response(status)
+            request.send_header("Content-Length", str(len(content)))
+            request.end_headers()
+            request.wfile.write(content)
 
     def _answer(self, path: str, query: dict[str, str], body: dict[str, Any]) -> Any:
         match path:

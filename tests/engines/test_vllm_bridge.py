@@ -45,6 +45,7 @@ def led(broker: Threaded, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
         if not there:
             server.die()
         bridge = VLLMBridge(VLLMServer(server.url), "policy", replica, endpoint=url, update_s=20.0)
+        server.leader = bridge
         thread = threading.Thread(target=bridge.run)
         thread.start()
         bridges.append((bridge, thread))
@@ -230,3 +231,77 @@ def test_the_command_leads_servers_until_it_is_told_to_end(
     for server in servers:
         assert f"{server.url} has joined policy as {server.url.removeprefix('http://')}" in said
     assert "Traceback" not in said
+
+
+# ---------------------------------------------------------------- slow servers
+
+
+def test_a_round_that_fails_while_the_server_is_paused_leaves_it_whole_and_going_on(
+    ring_trainer: TrainerAgent, led: Led
+) -> None:
+    server = led("a")
+
+    def leader_knows() -> bool:
+        worker = server.leader._worker
+        return worker is not None and not worker.goes_on
+
+    for path in ("/pause", "/start_weight_update"):
+        ring_trainer.wait_ready(timeout=20.0)
+        gate = server.hold(path)
+        version = len(server.calls) + 1
+        with (
+            pytest.raises(RuntimeError, match="went wrong"),
+            ring_trainer.open_round(version, timeout=20.0) as r,
+        ):
+            r.send("w", torch.ones(3))
+            r.flush()
+            assert gate.came.wait(10.0)
+            raise RuntimeError("training went wrong")
+        eventually(leader_knows)
+        gate.go.set()
+        eventually(lambda: server.calls[-1] == "/resume" and not server.paused)
+        assert not server.active
+        assert "/update_weights" not in server.calls
+    ring_trainer.wait_ready(timeout=20.0)
+    ring_trainer.publish_stream(99, [("w", torch.full((3,), 99.0))], timeout=20.0)
+    assert at(server, 99)
+
+
+@pytest.mark.parametrize("path", ["/pause", "/start_weight_update", "/finish_weight_update"])
+def test_what_is_not_answered_in_time_is_named_and_the_next_round_repairs_it(
+    source: Source, led: Led, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    server = led("a")
+    assert source.publish(1).ok
+    monkeypatch.setattr(vllm_bridge, "CONTROL_S", 0.5)
+    gate = server.hold(path)
+    result = source.publish(2)
+    assert not result.ok
+    assert f"{path}" in result.reason and "has not answered in 0.5 s" in result.reason
+    assert server.paused or path == "/pause"
+    gate.go.set()  # It is done all the same, later.
+    monkeypatch.setattr(vllm_bridge, "CONTROL_S", 20.0)
+    assert source.publish(3).ok
+    assert at(server, 3)
+
+
+def test_a_bridge_ends_soon_though_its_server_answers_nothing(
+    source: Source, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeVLLM()
+    server.start()
+    bridge = VLLMBridge(VLLMServer(server.url), "policy", "a", endpoint=url)
+    thread = threading.Thread(target=bridge.run)
+    thread.start()
+    gate = server.hold("/update_weights")
+    try:
+        source.trainer.wait_ready(timeout=20.0)
+        handle = source.trainer.publish_nowait(1)
+        assert gate.came.wait(10.0)
+        bridge.stop()
+        source.trainer.void(handle)
+        thread.join(20.0)
+        assert not thread.is_alive()
+    finally:
+        gate.go.set()
+        server.die()

@@ -7,7 +7,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
@@ -93,16 +92,16 @@ class VLLMServer:
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": "application/json"} if content is not None else {}
         # The connection's own limit is for each of its steps.
-        limit = threading.Timer(timeout, _cut, (connection,))
+        over = threading.Event()
+        limit = threading.Timer(timeout, _cut, (connection, over))
         limit.daemon = True
         limit.start()
-        began = time.monotonic()
         try:
             connection.request(method, path, content, headers)
             answer = connection.getresponse()
             text = answer.read().decode("utf-8", "replace")
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, TimeoutError) or time.monotonic() - began >= timeout:
+            if isinstance(error, TimeoutError) or over.is_set():
                 said = f"has not answered in {timeout:g} s"
             else:
                 said = f"cannot be reached ({str(error) or type(error).__name__})"
@@ -121,7 +120,8 @@ class VLLMServer:
             raise ServerError(f"{self.url}{path} answered no JSON: {text[:MOST_SHOWN]}") from None
 
 
-def _cut(connection: http.client.HTTPConnection) -> None:
+def _cut(connection: http.client.HTTPConnection, over: threading.Event) -> None:
+    over.set()
     if connection.sock is not None:
         with contextlib.suppress(OSError):
             connection.sock.shutdown(socket.SHUT_RDWR)
