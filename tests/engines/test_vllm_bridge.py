@@ -91,6 +91,12 @@ def at(server: FakeVLLM, version: int) -> bool:
     return settled and values == [wanted] * server.world_size
 
 
+def leader_knows(server: FakeVLLM) -> bool:
+    """Whether who leads it has heard that there is no round any more."""
+    worker = server.leader._worker
+    return worker is not None and not worker.goes_on
+
+
 def test_a_server_is_paused_updated_and_goes_on_with_the_rounds_version(
     source: Source, led: Led
 ) -> None:
@@ -180,6 +186,22 @@ def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(
     eventually(lambda: not server.active)
     assert server.paused
     assert server.label == "default"
+    # Nor does a round that fails before anything of it has come let it go on.
+    ring_trainer.wait_ready(timeout=20.0)
+    gate = server.hold("/start_weight_update")
+    with (
+        pytest.raises(RuntimeError, match="went wrong"),
+        ring_trainer.open_round(1, timeout=20.0) as r,
+    ):
+        r.send("w", torch.ones(3))
+        r.flush()
+        assert gate.came.wait(10.0)
+        raise RuntimeError("training went wrong")
+    eventually(lambda: leader_knows(server))
+    gate.go.set()
+    eventually(lambda: server.calls[-1] == "/finish_weight_update" and not server.active)
+    ring_trainer.wait_ready(timeout=20.0)
+    assert server.paused
     ring_trainer.wait_ready(timeout=20.0)
     ring_trainer.publish_stream(2, [("w", torch.full((3,), 2.0))], timeout=20.0).raise_for_status()
     assert at(server, 2)
@@ -241,10 +263,6 @@ def test_a_round_that_fails_while_the_server_is_paused_leaves_it_whole_and_going
 ) -> None:
     server = led("a")
 
-    def leader_knows() -> bool:
-        worker = server.leader._worker
-        return worker is not None and not worker.goes_on
-
     for path in ("/pause", "/start_weight_update"):
         ring_trainer.wait_ready(timeout=20.0)
         gate = server.hold(path)
@@ -257,7 +275,7 @@ def test_a_round_that_fails_while_the_server_is_paused_leaves_it_whole_and_going
             r.flush()
             assert gate.came.wait(10.0)
             raise RuntimeError("training went wrong")
-        eventually(leader_knows)
+        eventually(lambda: leader_knows(server))
         gate.go.set()
         eventually(lambda: server.calls[-1] == "/resume" and not server.paused)
         assert not server.active

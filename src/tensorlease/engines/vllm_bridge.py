@@ -174,6 +174,7 @@ class VLLMBridge:
 
     def _prepare(self, info: RoundInfo) -> None:
         self._settle()
+        half = self._half
         try:
             self.server.post("/pause", None, CONTROL_S, mode=self._pause)
             self._require_round()
@@ -181,9 +182,9 @@ class VLLMBridge:
             try:
                 self._require_round()
             except UpdateError:
-                # Nothing was loaded: what there was is put back.
+                # Nothing was loaded: what there was, whole or not, is put back.
                 self.server.post("/finish_weight_update", None, CONTROL_S)
-                self._half = False
+                self._half = half
                 raise
         except TensorleaseError:
             if not self._half:
