@@ -10,6 +10,10 @@ FIRST_LINE_S = 5.0
 SECOND_LINE_S = 30.0
 LINE_EVERY_S = 60.0
 """How long a wait has lasted when it says so first and again; and between all further lines."""
+LOOK_S = 0.5
+"""Longest piece of a wait: a signal that comes just before one, or in another thread, does not end
+it, and Python's handler, KeyboardInterrupt say, has to wait until it does.
+"""
 
 
 class Wait:
@@ -35,8 +39,8 @@ class Wait:
         return max(0.0, min(now, self._deadline) - self._began)
 
     def pause(self, now: float) -> float:
-        """Seconds until it is over, or to say something."""
-        return max(0.0, min(self._deadline, self._line_at) - now)
+        """Seconds until it is over, or to say something, or simply to look; see `LOOK_S`."""
+        return max(0.0, min(self._deadline, self._line_at, now + LOOK_S) - now)
 
     def due(self, now: float) -> bool:
         """Whether a line is to be logged now; then the next is not due before long."""

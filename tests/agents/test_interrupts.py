@@ -21,14 +21,17 @@ Waiting = Callable[[], object]
 FAR_S = 60.0
 
 
-def interrupt(call: Callable[[], object], waiting: Waiting) -> None:
-    """Makes a call in this thread, which is the main one, and interrupts it once it waits."""
+def interrupt(call: Callable[[], object], waiting: Waiting, *, aside: bool = False) -> None:
+    """Makes a call in this thread, which is the main one, and interrupts it once it waits.
+
+    `aside`: the signal comes to another thread, and so ends no wait of this one.
+    """
     main = threading.get_ident()
     assert main == threading.main_thread().ident
 
     def strike() -> None:
         eventually(lambda: waiting() or None)
-        signal.pthread_kill(main, signal.SIGINT)
+        signal.pthread_kill(threading.get_ident() if aside else main, signal.SIGINT)
 
     striker = threading.Thread(target=strike)
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -201,3 +204,14 @@ def test_an_interrupt_just_when_a_wait_has_let_go_of_the_lock_passes_through_and
                 worker.run()
         assert not worker._connection.mutex._is_owned()  # type: ignore[attr-defined]
     commits(trainer, worker, 1)
+
+
+def test_a_signal_that_ends_no_wait_by_itself_is_heard_all_the_same(
+    trainer: TrainerAgent, worker: WorkerAgent
+) -> None:
+    worker.attach({"w": torch.zeros(3)})
+    interrupt(worker.run, in_condition(worker), aside=True)
+    handle = trainer.publish_nowait(1)
+    interrupt(lambda: handle.result(FAR_S), at_round(handle), aside=True)
+    worker.run(until=1)
+    assert handle.result(20.0).ok

@@ -40,13 +40,13 @@ def test_after_a_stall_it_does_not_catch_up() -> None:
     assert [now for now in (0.0, 200.0, 201.0, 259.0, 260.0) if wait.due(now)] == [200.0, 260.0]
 
 
-def test_it_wakes_to_say_something_and_at_its_deadline() -> None:
+def test_it_wakes_twice_a_second_to_say_something_and_at_its_deadline() -> None:
     wait = Wait(100.0, 140.0)
-    assert (wait.pause(100.0), wait.pause(104.0), wait.pause(105.5)) == (5.0, 1.0, 0.0)
+    assert (wait.pause(100.0), wait.pause(104.75), wait.pause(105.5)) == (0.5, 0.25, 0.0)
     assert wait.due(105.5)
-    assert wait.pause(105.5) == 24.5
+    assert (wait.pause(105.5), wait.pause(129.75)) == (0.5, 0.25)
     assert wait.due(130.0)
-    assert wait.pause(130.0) == 10.0
+    assert (wait.pause(130.0), wait.pause(139.75), wait.pause(150.0)) == (0.5, 0.25, 0.0)
     assert (wait.over(139.9), wait.over(140.0)) == (False, True)
     assert wait.lasted(150.0) == 40.0
 
