@@ -106,7 +106,7 @@ def test_in_200_steps_under_the_fence_no_worker_reads_a_torn_version(world: Worl
 
 
 def test_without_the_fence_the_same_training_shows_torn_reads(world: World) -> None:
-    _, seen = run(world, 6, MIB_16, fenced=False)
+    _, seen = run(world, 30, MIB_16, fenced=False)
 
     torn = [(version, low, high) for worker in seen for version, low, high in worker if low != high]
     assert torn, "steps wrote while workers read, and nobody noticed"
