@@ -1,7 +1,7 @@
 """One agent's connection: its core behind a lock, its session, its socket in the poll loop.
 
 The application's thread acts on the core inside `acting()`; what the core wants sent is encoded
-there, queued in order, and sent by the poll thread, which alone touches the socket.
+there, queued in order, and sent by the thread that polls, which alone touches the socket.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ class Connection:
         self.mutex = threading.RLock()
         # Notified whenever something that can be waited for may have happened.
         self.changed = threading.Condition(self.mutex)
+        # Notifications so far.
+        self._notified = 0
         # Called with each notification, under the lock: how coroutines wait.
         self._listeners: set[Callable[[], None]] = set()
         self.stage = Stage.NEW
@@ -166,8 +168,11 @@ class Connection:
                 yield
             finally:
                 self._carry_out()
-                if self._loop is not None and (self._outbox or self._wants_session):
-                    self._loop.wake()
+                if self._loop is not None:
+                    if self._wants_session:
+                        self._loop.wake()
+                    elif self._outbox:
+                        self._loop.send(self)
 
     def wait_until(
         self,
@@ -234,13 +239,25 @@ class Connection:
     def _wait(self, seconds: float) -> None:
         """Lets go of the lock until a notification comes, or so long, and holds it afterwards."""
         held = _times_held(self.mutex)
+        loop, seen = self._loop, self._notified
         try:
-            self.changed.wait(seconds)
+            if loop is None or not loop.vacant:
+                self.changed.wait(seconds)
+                return
+            # As the condition does it.
+            state = self.changed._release_save()  # type: ignore[attr-defined]
+            loop.drive(seconds, lambda: self._notified != seen)
+            self.changed._acquire_restore(state)  # type: ignore[attr-defined]
         except BaseException:
-            # An interrupt that comes in the midst of its Python may leave the lock let go of.
+            # An interrupt that comes in the midst of it may leave the lock let go of.
             while _times_held(self.mutex) < held:
                 self.mutex.acquire()
             raise
+
+    def drive(self, seconds: float, over: Callable[[], bool]) -> bool:
+        """See `PollLoop.drive`; False also where nothing is polled. Without the lock."""
+        loop = self._loop
+        return loop is not None and loop.vacant and loop.drive(seconds, over)
 
     def _left_to_wait(
         self, done: Callable[[], bool], wait: Wait, late: Callable[[float], TensorleaseError]
@@ -277,7 +294,10 @@ class Connection:
 
     def notify(self) -> None:
         """Wakes everyone who waits, to look again; called under the lock."""
+        self._notified += 1
         self.changed.notify_all()
+        if self._loop is not None:
+            self._loop.changed()
         for listener in list(self._listeners):
             listener()
 
@@ -423,6 +443,12 @@ class Connection:
                 self._dealer.send(self._outbox)
             self._due_at = self._next_due()
             return self._due_at
+
+    def flush(self) -> None:
+        """See `poll_loop.Served`."""
+        with self.mutex:
+            if self._dealer is not None and self._outbox and not self._wants_session:
+                self._dealer.send(self._outbox)
 
     def crashed(self, error: Exception) -> None:
         """See `poll_loop.Served`."""

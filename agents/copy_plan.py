@@ -118,6 +118,21 @@ class _Ready(Struct):
     copied: Copied
 
 
+class Begun:
+    """Copies that GPUs have begun."""
+
+    def __init__(self, events: Sequence[torch.cuda.Event], ready: _Ready) -> None:
+        self._events = events
+        self._ready = ready
+
+    def wait(self) -> Copied:
+        """Waits until they are done; the tensors count as changed then."""
+        for event in self._events:
+            event.synchronize()
+        _count_change(self._ready.counted)
+        return self._ready.copied
+
+
 class CopyPlan:
     """Which pieces of which buffers go where. Holds no view of any trainer's memory."""
 
@@ -176,11 +191,10 @@ class CopyPlan:
             AttachError: A tensor was replaced by another of other shape or layout; not one byte
                 of these buffers was written.
         """
-        taken = tuple(number for number in numbers if (source, number) in self._steps)
-        memories = [self._memory(source, number, mapped) for number in taken]
-        addresses = [memory.address for memory in memories]
-        ready = self._kept.get((source, taken))
-        if ready is None or ready.addresses != addresses or not ready.lying.unchanged():
+        taken, memories = self._taken(source, numbers, mapped)
+        ready = self._known(source, taken, memories)
+        if ready is None:
+            addresses = [memory.address for memory in memories]
             ready = self._prepare(source, taken, addresses, memories)
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
@@ -191,6 +205,37 @@ class CopyPlan:
             ready.runs.copy()
             _count_change(ready.counted)
         return ready.copied
+
+    def begin(
+        self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]
+    ) -> Begun | None:
+        """Has GPUs begin what `copy` would do, if they do all of it, and it is known how.
+
+        Returns:
+            What waits for its end; None: nothing was begun. See `copy` for the arguments.
+        """
+        taken, memories = self._taken(source, numbers, mapped)
+        ready = self._known(source, taken, memories)
+        if ready is None or ready.boxes or len(ready.runs) or not ready.lanes:
+            return None
+        if any(lane.boxes for lane in ready.lanes):
+            return None
+        return Begun([lane.runs.begin() for lane in ready.lanes], ready)
+
+    def _taken(
+        self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]
+    ) -> tuple[tuple[int, ...], list[MappedMemory]]:
+        taken = tuple(number for number in numbers if (source, number) in self._steps)
+        return taken, [self._memory(source, number, mapped) for number in taken]
+
+    def _known(
+        self, source: str, taken: tuple[int, ...], memories: Sequence[MappedMemory]
+    ) -> _Ready | None:
+        """Returns what was worked out for these buffers, if all lies where it lay."""
+        ready = self._kept.get((source, taken))
+        if ready is None or ready.addresses != [memory.address for memory in memories]:
+            return None
+        return ready if ready.lying.unchanged() else None
 
     def compare(
         self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]
@@ -420,7 +465,7 @@ def _devices(lanes: Sequence[_Lane], memories: Sequence[MappedMemory]) -> Iterat
 
     with ExitStack() as stack:
         for each in lanes:
-            stack.enter_context(lane(each.ordinal))
+            stack.enter_context(lane(each.ordinal, for_torch=bool(each.boxes)))
             each.runs.issue()
             for step, place in each.boxes:
                 _copy_box(step, memories[place])

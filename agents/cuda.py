@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any, Final
 
@@ -48,8 +49,9 @@ def _tensor(block: _Block, ordinal: int) -> torch.Tensor:
 class Order:
     """An event of this process on one device, that other processes can look for.
 
-    There is one for all that a process shares on the device: workers keep what they have opened
-    until they end, since the driver does not bear it to be closed.
+    There is one for all that a process has registered on the device, and one for each slot of a
+    ring, since the next one is packed while this one is read. Those of slots are used again: workers
+    keep what they have opened until they end, since the driver does not bear it to be closed.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -63,6 +65,8 @@ class Order:
         """What this thread's current stream has been told so far comes before, and all of before."""
         with self._lock, torch.cuda.device(self.ordinal):
             stream = torch.cuda.current_stream(self.ordinal)
+            if stream.query():
+                return  # All is there; a record would have the GPU turn to this process for it.
             self.event.wait(stream)  # Another thread's stream may have recorded it.
             self.event.record(stream)
 
@@ -76,6 +80,7 @@ class CudaExport:
         nbytes: Its length.
         storages: What lies in it: kept, so that nothing else is given the memory.
         order: Says when what was written is there.
+        at_end: Called once, when the export has ended.
     """
 
     def __init__(
@@ -86,12 +91,14 @@ class CudaExport:
         nbytes: int,
         storages: Sequence[torch.UntypedStorage],
         order: Order,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.ordinal: Final = ordinal
         self.order: Final = order
         self._nbytes = nbytes
         self._address = extent.address + begin
         self._storages = list(storages)
+        self._at_end: Callable[[], None] | None = at_end
         self._spans = [(each.data_ptr(), each.nbytes()) for each in storages]
         self._handle = CudaIpcHandle(
             CUDA_FORMAT,
@@ -142,6 +149,9 @@ class CudaExport:
     def free(self) -> None:
         """Ends the export: the memory is given back when its tensors are gone. Idempotent."""
         self._storages = []
+        at_end, self._at_end = self._at_end, None
+        if at_end is not None:
+            at_end()
 
 
 class CudaMapping:
@@ -271,8 +281,9 @@ class CudaMemory:
             storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
             extent = driver.address_range(ordinal, storage.data_ptr())
             begin = storage.data_ptr() - extent.address
-            order = _process_order(ordinal)
-            export = CudaExport(ordinal, extent, begin, nbytes, [storage], order)
+            order = _slot_order(ordinal)
+            back = partial(_spare_orders[ordinal].append, order)
+            export = CudaExport(ordinal, extent, begin, nbytes, [storage], order, back)
         except torch.cuda.OutOfMemoryError as error:
             raise GpuMemoryError(f"{nbytes} bytes of {device}: {error}") from None
         except CudaError as error:
@@ -352,6 +363,7 @@ def _open(handle: CudaIpcHandle) -> tuple[int, int]:
 
 
 _orders: Final[dict[int, Order]] = {}
+_spare_orders: Final[defaultdict[int, list[Order]]] = defaultdict(list)
 _exports: Final[weakref.WeakValueDictionary[tuple[str, int], CudaExport]] = (
     weakref.WeakValueDictionary()
 )
@@ -366,6 +378,13 @@ def _process_order(ordinal: int) -> Order:
         if order is None:
             order = _orders[ordinal] = Order(ordinal)
         return order
+
+
+def _slot_order(ordinal: int) -> Order:
+    """Returns an event that no other memory uses; for `_spare_orders` at its end."""
+    with _lock:
+        spare = _spare_orders[ordinal]
+        return spare.pop() if spare else Order(ordinal)
 
 
 def _open_event(handle: bytes, ordinal: int) -> torch.cuda.Event:

@@ -22,6 +22,10 @@ LANES: Final = 4
 """Streams that share the copies."""
 
 
+# What torch's stubs do not say.
+_make_event: Final[Callable[[], torch.cuda.Event]] = torch.cuda.Event
+
+
 class DeviceRuns:
     """Runs of bytes of GPU memory that are copied again and again.
 
@@ -36,6 +40,16 @@ class DeviceRuns:
         self._times = 0
         # What cannot be captured is issued one by one each time.
         self._graph: Graph | None = None
+
+    def begin(self) -> torch.cuda.Event:
+        """Copies every run, after what this thread's current stream was told; returns its end."""
+        lock, (main, *_) = _lanes(self._ordinal)
+        with lock:
+            _follow(self._ordinal, main)
+            self.issue()
+            event = _make_event()
+            event.record(main)
+        return event
 
     def issue(self) -> None:
         """Copies every run, in the order of the device's first lane; see `lane`."""
@@ -71,9 +85,15 @@ class DeviceRuns:
 
 def copy_now(ordinal: int, run: Run) -> None:
     """Copies a run in the order of this thread's current stream."""
-    stream = torch.cuda.current_stream(ordinal).cuda_stream
+    stream = _current_stream(ordinal)
     with driver.context(ordinal):
         driver.copy_async(run.target, run.source, run.nbytes, stream)
+
+
+def _current_stream(ordinal: int) -> int:
+    """Returns this thread's current stream, without making an object of it where torch can."""
+    raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return torch.cuda.current_stream(ordinal).cuda_stream if raw is None else raw(ordinal)
 
 
 class _Lanes(NamedTuple):
@@ -92,20 +112,36 @@ def _lanes(ordinal: int) -> _Lanes:
 
 
 @contextmanager
-def lane(ordinal: int) -> Iterator[torch.cuda.Stream]:
-    """Makes the device's first lane the current stream; when the block ends, all of it was done.
+def lane(ordinal: int, *, for_torch: bool = True) -> Iterator[None]:
+    """When the block ends, all that the device's first lane was told in it was done.
 
     It begins after what this thread's current stream was told before. Others who copy on the device
     wait for the block's end.
+
+    Args:
+        ordinal: The device.
+        for_torch: The lane is the current stream of the block, for what torch is to do there.
     """
     lock, (main, *_) = _lanes(ordinal)
-    with lock, torch.cuda.device(ordinal):
-        main.wait_stream(torch.cuda.current_stream(ordinal))
+    with lock:
+        _follow(ordinal, main)
         try:
-            with torch.cuda.stream(main):
-                yield main
+            if for_torch:
+                with torch.cuda.device(ordinal), torch.cuda.stream(main):
+                    yield
+            else:
+                yield
         finally:
-            main.synchronize()
+            with driver.context(ordinal):
+                driver.synchronize(main.cuda_stream)
+
+
+def _follow(ordinal: int, stream: torch.cuda.Stream) -> None:
+    """Has a stream wait for what this thread's current stream was told."""
+    with driver.context(ordinal):
+        idle = driver.is_idle(_current_stream(ordinal))
+    if not idle:
+        stream.wait_stream(torch.cuda.current_stream(ordinal))
 
 
 def _shared_out(runs: Sequence[Run]) -> list[list[Run]]:

@@ -444,7 +444,9 @@ class Fenced(Agent[TrainerCore]):
                     " registered now: there are no digests for it; publish it again",
                     Code.NOT_VERIFIED.value,
                 )
-            handle = RoundHandle(self, terms.version, self._missing, carries=carries)
+            handle = RoundHandle(
+                self, terms.version, self._missing, carries=carries, drive=self._connection.drive
+            )
             self._open(terms, handle)
         except TensorleaseError as error:
             log.warning("%r: who came late is not served: %s", self, error)

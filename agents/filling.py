@@ -73,8 +73,29 @@ def sent_dtype(placed: Placed, own: str | None, of_round: str | None) -> str:
     return own
 
 
-def _is_same_gpu(placed: Placed, slot: torch.Tensor) -> bool:
-    return slot.is_cuda and placed.device == slot.device
+def copies_bytes(device: torch.device, slots: str) -> bool:
+    """Whether `copy_bytes` copies from memory of a device to the slots of a ring."""
+    if device.type == "cpu":
+        return slots == "cpu"
+    return device.type == "cuda" and f"cuda:{device.index}" == slots
+
+
+def copy_bytes(slot: torch.Tensor, offset: int, source: int, nbytes: int) -> None:
+    """Copies a run of bytes into a slot, on a GPU in the order of this thread's current stream.
+
+    Args:
+        slot: The slot, uint8 of one axis.
+        offset: Where they go in it.
+        source: Address of the first, in memory for which `copies_bytes` is true.
+        nbytes: How many.
+    """
+    run = Run(slot.data_ptr() + offset, source, nbytes)
+    if slot.is_cuda:
+        from .device_copies import copy_now
+
+        copy_now(slot.device.index, run)
+    else:
+        copy_runs([run])
 
 
 def fill(slot: torch.Tensor, offset: int, placed: Placed, box: Region, dtype: str) -> None:
@@ -94,21 +115,10 @@ def fill(slot: torch.Tensor, offset: int, placed: Placed, box: Region, dtype: st
     if not nbytes:
         return
     run = single_run(box, placed.region.length)
-    cpu = placed.device.type == slot.device.type == "cpu"
-    if dtype == placed.dtype and placed.contiguous and cpu and run is not None:
-        source = placed.address + run[0] * item
-        copy_runs([Run(slot.data_ptr() + offset, source, nbytes)])
-        return
-    if (
-        dtype == placed.dtype
-        and placed.contiguous
-        and run is not None
-        and _is_same_gpu(placed, slot)
-    ):
-        from .device_copies import copy_now
-
-        source = placed.address + run[0] * item
-        copy_now(slot.device.index, Run(slot.data_ptr() + offset, source, nbytes))
+    slots = "cpu" if slot.device.type == "cpu" else f"cuda:{slot.device.index}"
+    plain = dtype == placed.dtype and placed.contiguous
+    if plain and run is not None and copies_bytes(placed.device, slots):
+        copy_bytes(slot, offset, placed.address + run[0] * item, nbytes)
         return
     target = slot[offset : offset + nbytes]
     with torch.no_grad():

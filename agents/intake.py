@@ -7,7 +7,7 @@ a round of registered buffers only copies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from heapq import nsmallest
 from typing import Final, NamedTuple
@@ -20,7 +20,7 @@ from ..protocol.handles import Handle
 from ..protocol.records import OfferRef, Taken, TakeNote, Tally
 from ..protocol.tables import Buffer, TensorEntry, decode_batch, decode_offer
 from .callback_sink import CallbackSink, GivePlan, Handover, Staged
-from .copy_plan import CopyPlan
+from .copy_plan import Begun, CopyPlan
 from .errors import MappingError
 from .hooks import bounded
 from .mappings import process_mappings
@@ -38,6 +38,9 @@ MAX_MISSING = 20
 """Texts that a worker sends of what it lacks."""
 MAX_UNWANTED = 64
 """Names that it sends of what it does not want: so many, or none."""
+
+MAX_LACKING: Final = 5
+"""Tensors that a round lacks, of those that come batch by batch: looked for after each batch."""
 
 MAX_NAMED: Final = 3
 """Names that are sent and not wanted, beside those that are lacking."""
@@ -106,7 +109,7 @@ class Staging(Struct):
             return "" if self.shared else "nothing of this subset is wanted here"
         texts: list[str] = [] if self.together is None else self.together.missing()
         if self.coverage is not None:
-            texts += self.coverage.missing(MAX_MISSING)
+            texts += self.coverage.missing(MAX_LACKING)
         elif self.awaited:
             shown = ", ".join(f"buffer {number} of {trainer}" for trainer, number in self.awaited)
             texts.append(f"not sent in this round: {shown}")
@@ -153,6 +156,9 @@ class Intake:
         self._offered: frozenset[str] = frozenset()
         self._offered_here = 0
         self._touched = False
+        # What GPUs have begun before its turn, by rank and sequence number, and of the batch at hand.
+        self._ahead: dict[tuple[int, int], Begun] = {}
+        self._begun: Begun | None = None
         self.goes_on: Callable[[], bool] = lambda: True
         """Whether the round whose batch is copied still does."""
         # (trainer, number) of the offer; filled by the poll thread under the connection's lock.
@@ -392,6 +398,49 @@ class Intake:
         """Whether the batch at hand has begun to be written to what is attached."""
         return self._touched
 
+    def begin_ahead(self, work: CopyWork) -> bool:
+        """Has GPUs begin to copy a batch of this round, for `copy` to wait for.
+
+        So one batch follows the other there, without a pause in which another process has the GPU.
+
+        Returns:
+            Whether they have; else `copy` does all of it, in its turn.
+        """
+        batch, staging = work.batch, self._staging
+        key = (batch.rank, batch.seq)
+        if key in self._ahead:
+            return True
+        if self._sink is not None or staging.verify or staging.together is not None:
+            return False
+        if batch.registered:
+            plan, numbers = self._plan, batch.buffers
+        else:
+            known = self._seen.find(batch.trainer, work.body or b"")
+            if known is None:
+                return False
+            plan, numbers = known.copies, _numbers(known.buffers)
+        if plan is None:
+            return False
+        mapped = self._mapped.get(batch.trainer, {})
+        taken = [number for number in plan.takes.get(batch.trainer, ()) if number in set(numbers)]
+        events = [mapped[number].event for number in taken if number in mapped]
+        if len(events) < len(taken) or not all(event is None or event.query() for event in events):
+            return False
+        begun = plan.begin(batch.trainer, numbers, mapped)
+        if begun is not None:
+            self._ahead[key] = begun
+        return begun is not None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether GPUs have begun with a batch that `copy` has not been called for."""
+        return bool(self._ahead)
+
+    def await_ahead(self) -> None:
+        """Waits until GPUs are done with all that `begin_ahead` had them begin; it counts for nothing."""
+        while self._ahead:
+            self._ahead.popitem()[1].wait()
+
     def copy(self, work: CopyWork) -> Copied:
         """Copies what is attached of a batch; returns what a callback is to get of it.
 
@@ -402,10 +451,16 @@ class Intake:
         """
         batch = work.batch
         self._touched = False
-        if batch.registered:
-            self._await_written(batch.trainer, batch.buffers)
-            return self._copy_registered(batch.trainer, batch.buffers, work.body or b"")
-        return self._copy_ring(batch.trainer, batch.rank, work.body or b"")
+        self._begun = self._ahead.pop((batch.rank, batch.seq), None)
+        try:
+            if batch.registered:
+                self._await_written(batch.trainer, batch.buffers)
+                return self._copy_registered(batch.trainer, batch.buffers, work.body or b"")
+            return self._copy_ring(batch.trainer, batch.rank, work.body or b"")
+        finally:
+            begun, self._begun = self._begun, None
+            if begun is not None:
+                begun.wait()  # It failed before it was asked for: nothing may be read any more.
 
     def _copy_registered(self, trainer: str, numbers: list[int], body: bytes) -> Copied:
         plans = [plan for plan in (self._plan, self._gives) if plan is not None]
@@ -422,8 +477,7 @@ class Intake:
         if self._plan is not None:
             if reading is not None:
                 reading.parts.append(Part(self._plan, trainer, numbers, mapped))
-            self._touched = True
-            nbytes = self._plan.copy(trainer, numbers, mapped).nbytes
+            nbytes = self._copy_by(self._plan, trainer, numbers, mapped)
             staging.nbytes += nbytes
             if staging.coverage is None:
                 staging.copied.append((self._plan, trainer, numbers))
@@ -501,11 +555,23 @@ class Intake:
                     for by, of in kept.buffers.items()
                 ]
         parts.append(Part(plan, trainer, _numbers(buffers), mapped))
-        self._touched = True
         for part in parts:
-            part.plan.copy(part.source, part.numbers, part.mapped)
+            self._copy_by(part.plan, part.source, part.numbers, part.mapped)
             staging.coverage.staged(part.plan, part.source, part.numbers)
         return parts
+
+    def _copy_by(
+        self,
+        plan: CopyPlan,
+        source: str,
+        numbers: Sequence[int],
+        mapped: Mapping[int, MappedMemory],
+    ) -> int:
+        """Copies what a plan takes from buffers, or waits for it; returns the bytes."""
+        self._touched = True
+        begun, self._begun = self._begun, None
+        copied = plan.copy(source, numbers, mapped) if begun is None else begun.wait()
+        return copied.nbytes
 
     def _wanted_pieces(
         self, sink: CallbackSink, buffers: list[Buffer]

@@ -62,6 +62,20 @@ def table_cost(name: str, aliases: Sequence[str], dims: int) -> int:
     return names + (1 + len(aliases)) * (60 + 27 * dims)
 
 
+def entries_of(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    region: Region,
+    aliases: Sequence[str],
+    offset: int,
+) -> list[TensorEntry]:
+    """Returns what a table says of a box at `offset`, under each of its names."""
+    box = None if region.is_whole(shape) else region
+    first = TensorEntry(name, dtype, shape, box, offset)
+    return [first, *(TensorEntry(a, dtype, shape, box, offset, name) for a in aliases)]
+
+
 class Packing:
     """What one slot holds so far.
 
@@ -114,10 +128,15 @@ class Packing:
             cost: What `table_cost` says of it.
         """
         offset = self.offset
-        box = None if region.is_whole(shape) else region
-        self.entries.append(TensorEntry(name, dtype, shape, box, offset))
-        self.entries.extend(TensorEntry(a, dtype, shape, box, offset, name) for a in aliases)
-        nbytes = region.count * ITEM_SIZES[dtype]
+        self.entries.extend(entries_of(name, dtype, shape, region, aliases, offset))
+        self._count(offset, region.count * ITEM_SIZES[dtype], cost)
+
+    def add_again(self, entries: Sequence[TensorEntry], nbytes: int, cost: int) -> None:
+        """As `add`, of a box whose entries for this offset are known."""
+        self.entries.extend(entries)
+        self._count(entries[0].offset, nbytes, cost)
+
+    def _count(self, offset: int, nbytes: int, cost: int) -> None:
         self.end = offset + nbytes
         self.nbytes += nbytes
         self._cost += cost

@@ -65,6 +65,8 @@ class Performer:
         self._moving = False
         # No data is moved any more; called by the thread that was at it when this was set.
         self._parting: Callable[[], None] | None = None
+        # The next one to copy, which GPUs have begun with.
+        self._following: CopyWork | None = None
         # The batch at hand, which a callback may get; and what one has kept of an earlier batch.
         self._copied: Copied | None = None
         self._kept: Handover | None = None
@@ -258,14 +260,29 @@ class Performer:
     def _move_data(self, work: Work) -> None:
         match work:
             case CopyWork():
-                self._copy(work)
-                self._give()
+                self._copy_on(work)
             case PlanWork():
                 self._plan()
             case UnmapWork():
                 self._unmap(work)
             case _:
                 raise InternalError(f"{type(work).__name__} is work that no worker can do")
+
+    def _copy_on(self, work: CopyWork) -> None:
+        """Copies a batch, and those behind it that GPUs have begun with meanwhile."""
+        following: CopyWork | None = work
+        try:
+            while following is not None:
+                with self._connection.mutex:
+                    queue = list(self._core.queue)
+                for each in (following, *queue):
+                    if not (isinstance(each, CopyWork) and self._intake.begin_ahead(each)):
+                        break
+                self._copy(following)
+                self._give()
+                following, self._following = self._following, None
+        finally:
+            self._intake.await_ahead()
 
     def _copy(self, work: CopyWork) -> None:
         """Copies what is attached, and reports it unless a callback is to get something, too."""
@@ -347,6 +364,9 @@ class Performer:
             said = text.removeprefix(f"{hook} raised ")  # `_NAMES` says it already.
             log.error("%s: %s: %s", self._who, _NAMES[CopyWork], said, exc_info=error)
         with self._connection.acting():
+            if text or not in_a_round(self._core):
+                # What the core says now is that nothing of the round is read any more.
+                self._intake.await_ahead()
             if text:
                 self._kept = handover if kept else None
                 untouched = not (self._intake.touched or given)
@@ -365,6 +385,11 @@ class Performer:
                     tally=tally,
                 )
             self._copied = None
+            if self._intake.ahead:
+                # Under the same lock: while a GPU reads a batch, the core has one at work.
+                work = self._core.next_work()
+                assert work is None or isinstance(work, CopyWork), f"{work} while a GPU copies"
+                self._following = work
             self._connection.notify()
         if error is not None and not isinstance(error, Exception):
             raise error

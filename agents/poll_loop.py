@@ -1,7 +1,11 @@
-"""The one background thread of a process: it owns every socket of every agent here.
+"""Who polls the sockets of a process's agents: a thread that waits for them, else one of its own.
 
-It begins with the first connection and ends with the last. Nothing of a user ever runs in it:
-hooks and copies belong to the application's threads, so that agents beat whatever these do.
+One thread at a time has the *seat*: it polls every socket of every agent here, and alone touches
+them. A thread of the application that waits for something of an agent takes it meanwhile, so that
+what comes is seen where it is waited for: to wake another thread for each message took as long as
+all the rest of a small round. While nobody waits, a thread in the background has it: nothing of a
+user ever runs there, so that agents beat whatever hooks and copies do. It begins with the first
+connection and ends with the last.
 """
 
 from __future__ import annotations
@@ -10,17 +14,25 @@ import contextlib
 import logging
 import math
 import os
+import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import zmq
+
+from .interrupts import HeldBack
 
 log = logging.getLogger("tensorlease.agents")
 
 THREAD_NAME = "tensorlease"
 MAX_WAIT_S = 3600.0
+TICK_S = 20e-3
+"""So long after a thread has left the seat the one in the background takes it: who waits again
+before that finds it free."""
+MAX_CLAIM_S = 1.0
+"""How long a thread that waits tries to have the seat."""
 
 Ready = Mapping[object, int]
 """What the poller found: a socket, and its events."""
@@ -36,12 +48,15 @@ class Served(Protocol):
         ended, its sockets are closed.
         """
 
+    def flush(self) -> None:
+        """Sends what waits to be sent."""
+
     def crashed(self, error: Exception) -> None:
         """`turn` raised, which is a defect: ends the connection, tells who waits."""
 
 
 class PollLoop:
-    """A thread that waits on all sockets at once."""
+    """Waits on all sockets at once, in one thread at a time."""
 
     def __init__(self) -> None:
         self.context = zmq.Context(io_threads=1)
@@ -49,15 +64,27 @@ class PollLoop:
         self.served: list[Served] = []
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.poller.register(self._event, zmq.POLLIN)
-        # Guards `_event` against a wake-up that comes when the thread has ended. Reentrant: the
+        # Guards `_event` against a wake-up that comes when all has ended. Reentrant: the
         # finalizer of an agent wakes too, and may run anywhere.
         self._waking = threading.RLock()
         self._closed = False
         self._ending = False
+        # When a turn is due, in monotonic seconds; None: there is nobody left to have one.
+        self._due: float | None = 0.0
+        # Held by who polls, and how often it was taken by a thread of the application.
+        self._seat = threading.Lock()
+        self._times_taken = 0
+        # The thread of the application that polls; None: the background thread does, or nobody.
+        self._driver: int | None = None
+        # Threads that wait to have the seat: the background thread gives it up.
+        self._claims: set[int] = set()
+        # The background thread sleeps until this is written to, by who leaves the seat.
+        self._asleep = False
+        self._bed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the background thread."""
         self._thread.start()
 
     def wake(self) -> None:
@@ -66,32 +93,145 @@ class PollLoop:
             if not self._closed:
                 os.eventfd_write(self._event, 1)
 
+    def send(self, served: Served) -> None:
+        """Has what waits to be sent sent: by this thread, unless another one polls."""
+        with HeldBack():
+            if self._seat.acquire(blocking=False):
+                try:
+                    served.flush()
+                finally:
+                    self._leave()
+                return
+        self.wake()
+
+    def changed(self) -> None:
+        """Something may have come to pass that a thread waits for, which may be at the poll."""
+        if self._driver not in (None, threading.get_ident()):
+            self.wake()
+
     def end(self) -> None:
-        """Ends the thread though there are connections left, as the interpreter ends."""
+        """Ends all though there are connections left, as the interpreter ends."""
         self._ending = True
         self.wake()
 
     def join(self, timeout: float) -> None:
-        """Waits until the thread has ended, at most `timeout` seconds."""
+        """Waits until the background thread has ended, at most `timeout` seconds."""
         self._thread.join(timeout)
+
+    # ------------------------------------------------------------ threads of the application
+
+    @property
+    def vacant(self) -> bool:
+        """Whether `drive` may have the seat: no other thread of the application does."""
+        return self._driver is None and self._due is not None and not self._ending
+
+    def drive(self, seconds: float, over: Callable[[], bool]) -> bool:
+        """Polls, once, in place of the background thread, for at most so many seconds.
+
+        What comes is dealt with when this returns. To be called without a connection's lock.
+
+        Args:
+            seconds: The longest wait.
+            over: Whether there is nothing to wait for any more, asked when nobody else polls.
+
+        Returns:
+            Whether it did so; else another thread polls.
+        """
+        with HeldBack(self.wake):
+            if not self._sit():
+                return False
+            try:
+                if not over():
+                    for served in list(self.served):
+                        served.flush()
+                    if self._due is not None:
+                        left = self._due - time.monotonic()
+                        self._due = self._turns(self._poll(min(seconds, left)))
+            except Exception as error:
+                log.exception("the poll loop ends by a defect")
+                self._crash(error)
+            finally:
+                self._leave()
+        return True
+
+    def _sit(self) -> bool:
+        """Takes the seat, from the background thread if that has it."""
+        me = threading.get_ident()
+        sits = self._seat.acquire(blocking=False)
+        if not sits and self.vacant:
+            self._claims.add(me)
+            self.wake()
+            sits = self._seat.acquire(timeout=MAX_CLAIM_S)
+            self._claims.discard(me)
+        if sits:
+            self._driver = me
+            self._times_taken += 1
+        return sits
+
+    def _leave(self) -> None:
+        self._driver = None
+        self._seat.release()
+        if self._asleep or self._due is None:
+            with self._waking:
+                if not self._closed:
+                    os.eventfd_write(self._bed, 1)
+
+    # ------------------------------------------------------------ the background thread
 
     def _run(self) -> None:
         try:
-            ready: Ready = {}
-            while (due := self._turns(ready)) is not None and not self._ending:
-                wait_s = min(MAX_WAIT_S, max(0.0, due - time.monotonic()))
-                ready = dict(self.poller.poll(math.ceil(wait_s * 1000)))
-                if self._event in ready:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self._event)
+            bed = select.poll()
+            bed.register(self._bed, select.POLLIN)
+            seen = self._times_taken
+            while self._due is not None and not self._ending:
+                if seen != self._times_taken:
+                    seen = self._times_taken
+                    bed.poll(TICK_S * 1000)
+                elif self._seat.acquire(blocking=False):
+                    # It was free for a while.
+                    try:
+                        self._drive_on()
+                    finally:
+                        self._seat.release()
+                    bed.poll(TICK_S * 1000)
+                else:
+                    # One thread has it since a while: who leaves it says so.
+                    self._asleep = True
+                    if self._seat.locked():
+                        bed.poll()
+                    self._asleep = False
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bed)
         except Exception as error:
             log.exception("the poll loop ends by a defect")
-            with _guard:
-                _forget(self)
-            for served in self.served:
-                served.crashed(error)
+            self._crash(error)
         finally:
-            self._close()
+            with self._seat:
+                self._close()
+
+    def _drive_on(self) -> None:
+        """Polls until another thread wants to, or there is nobody left."""
+        ready: Ready = {}
+        while True:
+            self._due = self._turns(ready)
+            if self._due is None or self._ending or self._claims:
+                return
+            ready = self._poll(self._due - time.monotonic())
+
+    def _poll(self, seconds: float) -> Ready:
+        wait_s = min(MAX_WAIT_S, max(0.0, seconds))
+        ready = dict(self.poller.poll(math.ceil(wait_s * 1000)))
+        if self._event in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._event)
+        return ready
+
+    def _crash(self, error: Exception) -> None:
+        self._due = None
+        with _guard:
+            _forget(self)
+        for served in self.served:
+            served.crashed(error)
 
     def _turns(self, ready: Ready) -> float | None:
         """Gives every connection its turn; None once there is none left."""
@@ -118,6 +258,7 @@ class PollLoop:
         with self._waking:
             self._closed = True
             os.close(self._event)
+            os.close(self._bed)
         self.context.destroy(linger=0)
 
 

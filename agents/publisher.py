@@ -180,7 +180,7 @@ class Publisher(Fenced):
         return None
 
     def _skip(self, terms: Terms, reason: str) -> RoundHandle:
-        handle = RoundHandle(self, terms.version, self._missing)
+        handle = RoundHandle(self, terms.version, self._missing, drive=self._connection.drive)
         text = f"version {terms.version} was skipped: {reason}; a later version reaches all"
         handle.skip(SkippedError(text, terms.version))
         # The weights are those of a version that was never published.

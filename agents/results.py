@@ -197,6 +197,15 @@ def _receiver(record: records.ReceiverResult) -> ReceiverOutcome:
     )
 
 
+Drive = Callable[[float, Callable[[], bool]], bool]
+"""Polls, at most so many seconds, unless what is waited for is over; see `PollLoop.drive`."""
+
+
+def nobody_drives(seconds: float, over: Callable[[], bool]) -> bool:
+    """A background thread polls."""
+    return False
+
+
 class Milestone(Generic[T]):
     """Something that a round reaches once, or never; threads and coroutines may wait for it.
 
@@ -206,9 +215,15 @@ class Milestone(Generic[T]):
     Args:
         late: Returns what there is to say after so many seconds.
         agent: Who waits, for the log.
+        drive: Polls for what is waited for.
     """
 
-    def __init__(self, late: Callable[[float], DeadlineError], agent: object = "an agent") -> None:
+    def __init__(
+        self,
+        late: Callable[[float], DeadlineError],
+        agent: object = "an agent",
+        drive: Drive = nobody_drives,
+    ) -> None:
         self._done = False
         self._value: T | None = None
         self._error: TensorleaseError | None = None
@@ -216,6 +231,7 @@ class Milestone(Generic[T]):
         self._watchers: list[Callable[[], None]] = []
         self._late = late
         self._agent = agent
+        self._drive = drive
         self._pid = os.getpid()
 
     @property
@@ -246,7 +262,9 @@ class Milestone(Generic[T]):
         bell.acquire()
         with self._watched(bell.release):
             while not self._done:
-                bell.acquire(timeout=self._left_to_wait(wait))
+                left = self._left_to_wait(wait)
+                if not self._drive(left, self._is_done):
+                    bell.acquire(timeout=left)
         return self._outcome()
 
     async def wait_async(self, timeout: float = math.inf) -> T:  # noqa: ASYNC109 - as wait has it
@@ -291,6 +309,9 @@ class Milestone(Generic[T]):
         if not self._done:
             self._error = error
             self._ring()
+
+    def _is_done(self) -> bool:
+        return self._done
 
     def _ring(self) -> None:
         self._done = True
@@ -338,6 +359,7 @@ class RoundHandle:
         missing: Callable[[RoundHandle], str],
         subset: tuple[str, ...] = (),
         carries: Chosen | None = None,
+        drive: Drive = nobody_drives,
     ) -> None:
         self._agent = agent
         self._missing = missing
@@ -347,10 +369,10 @@ class RoundHandle:
         self.call = 0
         self.skipped = False
         self.released: Milestone[None] = Milestone(
-            lambda lasted: self._late("released", lasted), agent
+            lambda lasted: self._late("released", lasted), agent, drive
         )
         self.finished: Milestone[RoundResult] = Milestone(
-            lambda lasted: self._late("finished", lasted), agent
+            lambda lasted: self._late("finished", lasted), agent, drive
         )
         self._stuck: dict[int, list[Holder]] = {}
 

@@ -214,14 +214,21 @@ class Slots:
         assert number not in self._slots, f"slot {number} exists"
         self._slots[number] = Slot(number)
 
-    def fill(self) -> int | None:
-        """Takes a free slot to be filled; None if there is none."""
+    def fill(self, turn: int = 0) -> int | None:
+        """Takes a free slot to be filled; None if there is none.
+
+        Args:
+            turn: Batches of the round before it. They take the slots by turns, so that a round that
+                sends the same tensors again sends the same batches: workers know those.
+        """
         free = self.numbers(SlotState.FREE)
         if not free:
             return None
-        # The lowest: what was used last is still in the caches.
-        self._slots[min(free)].state = SlotState.FILLING
-        return min(free)
+        live = sorted(self.numbers(*_LIVE))
+        wanted = live[turn % len(live)]
+        number = wanted if wanted in free else min(free)
+        self._slots[number].state = SlotState.FILLING
+        return number
 
     def put_back(self) -> None:
         """What is being filled is not handed out."""

@@ -85,14 +85,16 @@ class RingMemory:
             self._views[number] = bytes_of(memory)
             self.slots.add(number)
 
-    def fill(self, table_bytes: int) -> Filling | None:
+    def fill(self, table_bytes: int, turn: int) -> Filling | None:
         """Takes a free slot, if there is one, for tensors whose table has at most `table_bytes`.
+
+        `turn`: see `Slots.fill`.
 
         Raises:
             ClosedError: The ring was closed.
         """
         self._check_open()
-        number = self.slots.fill()
+        number = self.slots.fill(turn)
         if number is None:
             return None
         packing = Packing(self.slots.options.slot_bytes, table_bytes)

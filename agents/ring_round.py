@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -20,17 +20,19 @@ from ..protocol.errors import (
     TensorleaseError,
 )
 from ..protocol.records import Code, Proof, Terms
-from ..protocol.regions import Region, is_common
+from ..protocol.regions import Region, is_common, whole
 from ..protocol.tables import TensorEntry
 from .arguments import check_timeout
 from .digests import digest_buffer
 from .errors import NO_ROOM, ExportError, GpuMemoryError, RingFullError, SharedMemoryError
-from .filling import check_sendable, dtype_name, fill, sent_dtype
+from .filling import check_sendable, copies_bytes, copy_bytes, dtype_name, fill, sent_dtype
+from .mappings import process_mappings
 from .packing import TABLE_BYTES, cut, table_cost
 from .pieces import Pieces, Place
 from .placement import NamedTensors, Placed, check_tensor_name, place_one
 from .results import RoundHandle, RoundResult, UnreleasedError
 from .ring_memory import Filling
+from .sent_before import MOST_KNOWN, SentBefore
 from .waiting import seconds
 
 if TYPE_CHECKING:
@@ -287,7 +289,9 @@ class RingRound:
         """
         if not isinstance(tied, Iterable):
             raise ConfigError(f"tied {tied!r}: must be names of tensors")
-        aliases = [tied] if isinstance(tied, str) else list(tied)
+        aliases = (tied,) if isinstance(tied, str) else tuple(tied)
+        if dtype is None and region is None and self._send_again(name, tensor, aliases):
+            return
         own = dtype_name(dtype)
         with self._sending:
             self._check_active()
@@ -307,6 +311,46 @@ class RingRound:
             for each in (name, *aliases):
                 boxes = self._sent.setdefault(each, (placed[0].shape, dtypes[0], []))[2]
                 boxes.extend(part.region for part in placed)
+            if own is None and region is None:
+                self._remember(placed, dtypes, aliases)
+
+    def _remember(self, placed: list[Placed], dtypes: list[str], aliases: tuple[str, ...]) -> None:
+        """Keeps what was found out about a tensor, if it can be sent without a look next time."""
+        known = self._source._sent_before
+        slots = self._source._ring.slots.options
+        found = None
+        if len(placed) == 1 and copies_bytes(placed[0].device, slots.device):
+            found = SentBefore.of(placed[0], aliases, dtypes[0], self._dtype, slots.slot_bytes)
+        if found is None:
+            known.pop(placed[0].name, None)
+        elif len(known) < MOST_KNOWN or placed[0].name in known:
+            known[placed[0].name] = found
+
+    def _send_again(self, name: str, tensor: torch.Tensor, aliases: tuple[str, ...]) -> bool:
+        """Sends a tensor that is like the one of this name before; False: it is to be looked at."""
+        known = self._source._sent_before.get(name)
+        if known is None or not known.is_like(tensor, aliases, self._dtype):
+            return False
+        address = tensor.data_ptr()
+        with self._sending:
+            self._check_active()
+            if self.handle is None or self._registered or self._subset:
+                return False
+            if any(each in self._sent for each in (name, *aliases)):
+                return False
+            if process_mappings().owner_of(address) is not None:
+                return False
+            self._raise_if_refused()
+            for part in known.parts:
+                filling = self._slot_for(part.nbytes, known.cost)
+                if filling is None:
+                    break
+                copy_bytes(filling.view, filling.packing.offset, address + part.begin, part.nbytes)
+                entries = known.entries(name, part, filling.packing.offset)
+                filling.packing.add_again(entries, part.nbytes, known.cost)
+            for each in (name, *aliases):
+                self._sent[each] = (known.shape, known.dtype, [whole(known.shape)])
+        return True
 
     def send_all(
         self,
@@ -388,7 +432,7 @@ class RingRound:
         check_sendable(placed)
         return sent_dtype(placed, own, self._dtype)
 
-    def _check_names(self, placed: list[Placed], dtypes: list[str], aliases: list[str]) -> None:
+    def _check_names(self, placed: list[Placed], dtypes: list[str], aliases: Sequence[str]) -> None:
         name = placed[0].name
         for alias in aliases:
             check_tensor_name(alias, ExportError)
@@ -419,19 +463,15 @@ class RingRound:
 
     # ------------------------------------------------------------ slots
 
-    def _copy(self, placed: Placed, dtype: str, aliases: list[str]) -> None:
+    def _copy(self, placed: Placed, dtype: str, aliases: Sequence[str]) -> None:
         """Copies a tensor into as many slots as it needs."""
         item = ITEM_SIZES[dtype]
         capacity = self._source._ring.slots.options.slot_bytes
         cost = table_cost(placed.name, aliases, len(placed.shape))
         for box in cut(placed.region.length, item, capacity):
-            filling = self._filling
-            if filling is not None and not filling.packing.fits(box.count * item, cost):
-                self._hand_out()
-            if not self._take_slot():
+            filling = self._slot_for(box.count * item, cost)
+            if filling is None:
                 return
-            filling = self._filling
-            assert filling is not None
             packing = filling.packing
             # First the bytes: what an interrupt cuts off is not in the table.
             try:
@@ -443,6 +483,12 @@ class RingRound:
             start = tuple(a + b for a, b in zip(placed.region.start, box.start, strict=True))
             region = Region(start, box.length)
             packing.add(placed.name, dtype, placed.shape, region, aliases, cost)
+
+    def _slot_for(self, nbytes: int, cost: int) -> Filling | None:
+        """Returns a slot with room for so many bytes more; None: the round has ended."""
+        if self._filling is not None and not self._filling.packing.fits(nbytes, cost):
+            self._hand_out()
+        return self._filling if self._take_slot() else None
 
     def _take_slot(self) -> bool:
         """Makes sure that a slot is being filled, waiting for one; False: the round has ended."""
@@ -467,7 +513,7 @@ class RingRound:
                     slots.put_back()
                     self._filling = None
                     return False
-                self._filling = ring.fill(self._table_bytes)
+                self._filling = ring.fill(self._table_bytes, self.batches)
                 if self._filling is not None:
                     return True
                 if slots.exhausted:

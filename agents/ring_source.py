@@ -21,6 +21,7 @@ from .results import RoundHandle, RoundResult
 from .ring import RingStatus, SlotState
 from .ring_memory import RingMemory
 from .ring_round import RingRound
+from .sent_before import SentBefore
 from .trainer_core import BuffersRetired, LeaseStuck, Released, RetireDenied, TrainerCore
 from .waiting import seconds
 
@@ -34,6 +35,8 @@ class RingSource(Agent[TrainerCore]):
     _fixed: bool
     # The last one that was begun.
     _ring_round: RingRound | None = None
+    # What was found out about tensors that went through the ring, by name.
+    _sent_before: dict[str, SentBefore]
 
     @property
     def ring(self) -> RingStatus:
@@ -218,7 +221,7 @@ class RingSource(Agent[TrainerCore]):
 
     def _open_ring(self, rnd: RingRound) -> None:
         """Opens a ring round, with what is registered as its first batch."""
-        handle = RoundHandle(self, rnd.version, self._missing)
+        handle = RoundHandle(self, rnd.version, self._missing, drive=self._connection.drive)
         if self._registry.shadows and not rnd.terms.subset:
             self._fill_shadows(rnd.version)  # Nobody reads them since the block has begun.
         if rnd.terms.verify and self._registry.numbers and not rnd.terms.subset:

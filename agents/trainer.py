@@ -120,6 +120,7 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
         # The session has begun, or the user has chosen: the distribution cannot change any more.
         self._fixed = chosen is not None
         self._registry = Registry(me.instance, None if shm_dir is None else Path(shm_dir))
+        self._sent_before = {}
         self._ring = RingMemory(ring or RingOptions(), self._registry.allocate)
         self._handles: dict[int, RoundHandle] = {}
         # Calls whose Void was answered, and whether the round had been decided before.
@@ -344,7 +345,9 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
     def _hand_out(
         self, terms: Terms, subset: tuple[str, ...], carries: Chosen | None = None
     ) -> RoundHandle:
-        handle = RoundHandle(self, terms.version, self._missing, subset, carries)
+        handle = RoundHandle(
+            self, terms.version, self._missing, subset, carries, self._connection.drive
+        )
         self._registry.written()
         with self._connection.acting():
             self._connection.raise_if_broken()

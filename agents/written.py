@@ -11,7 +11,8 @@ from .memory import MappedMemory
 
 WRITTEN_S: Final = 300.0
 """Longest wait for it, in a round that does not end before."""
-FIRST_PAUSE_S: Final = 50e-6
+SPIN_S: Final = 50e-6
+"""So long it is looked for without a pause: a pause takes as long at the least."""
 LAST_PAUSE_S: Final = 1e-3
 
 
@@ -31,14 +32,15 @@ def await_written(memories: Iterable[MappedMemory], goes_on: Callable[[], bool])
     events = {id(event): event for memory in memories if (event := memory.event) is not None}
     start = time.monotonic()
     for event in events.values():
-        pause = FIRST_PAUSE_S
         while not event.query():
+            lasted = time.monotonic() - start
+            if lasted < SPIN_S:
+                continue
             if not goes_on():
                 raise MappingError("the round ended before the trainer's GPU had written its batch")
-            if time.monotonic() - start > WRITTEN_S:
+            if lasted > WRITTEN_S:
                 raise MappingError(
                     f"the trainer's GPU has not written its batch {WRITTEN_S:.0f} s after it was"
                     " published: a kernel before it hangs, or waits for one that never comes"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, LAST_PAUSE_S)
+            time.sleep(min(lasted / 8, LAST_PAUSE_S))

@@ -48,8 +48,14 @@ def interrupt(call: Callable[[], object], waiting: Waiting, *, aside: bool = Fal
 
 
 def in_condition(agent: TrainerAgent | WorkerAgent) -> Waiting:
-    """Whether somebody waits for a change of the agent's state."""
-    return lambda: bool(agent._connection.changed._waiters)  # type: ignore[attr-defined]
+    """Whether somebody waits for a change of the agent's state, at the condition or the poll."""
+
+    def waiting() -> bool:
+        connection = agent._connection
+        waiters = connection.changed._waiters  # type: ignore[attr-defined]
+        return bool(waiters or (connection._loop is not None and connection._loop._driver))
+
+    return waiting
 
 
 def at_round(handle: RoundHandle) -> Waiting:

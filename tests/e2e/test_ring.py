@@ -148,6 +148,11 @@ def test_a_ring_round_completes_though_the_broker_is_killed_in_the_middle_of_it(
 # ---------------------------------------------------------------- descriptors
 
 
+def fewest_descriptors(pid: int) -> int:
+    """Of a few looks: a broker opens a file now and then, to see whether a process lives."""
+    return min(len(list(Path(f"/proc/{pid}/fd").iterdir())) for _ in range(5))
+
+
 def test_400_tensors_in_five_rounds_need_few_descriptors_and_no_more_with_each_round(
     world: World,
 ) -> None:
@@ -159,7 +164,7 @@ def test_400_tensors_in_five_rounds_need_few_descriptors_and_no_more_with_each_r
     counts = []
     for _ in range(4):
         trainer.hear()
-        counts.append([len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids])
+        counts.append([fewest_descriptors(pid) for pid in pids])
     trainer.result()
 
     assert worker.result() == sum((i + 5) * 100 for i in range(400))
