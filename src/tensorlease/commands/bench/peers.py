@@ -25,14 +25,15 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import zmq
@@ -41,7 +42,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from tensorlease.protocol.errors import DeadlineError, TensorleaseError
 
 NAMES = ("verl", "sglang", "checkpoint-engine")
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 ALIGNMENT = 256
 THREADS = 1
 """Of torch, on both sides of a peer: with more, two processes that copy small tensors on as many cores
@@ -51,6 +52,11 @@ _FILES = {
     "sglang": ("sglang", "srt/weight_sync/tensor_bucket.py"),
     "checkpoint-engine": ("checkpoint_engine", "worker.py"),
 }
+
+# What torch's stubs do not say.
+export: Final[Callable[[torch.Tensor], tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]] = (
+    reduce_tensor
+)
 
 DONE = "done"
 """What a receiver says after a round."""
@@ -144,7 +150,7 @@ def driven(source: Tensors, bucket: int) -> Iterator[list[Peer]]:
 def path_of(name: str) -> Path | None:
     """The module of this peer that does the transfer; None: it is not installed."""
     package, file = _FILES[name]
-    spec = find_spec(package)
+    spec = PathFinder.find_spec(package)  # whatever stands in for it in sys.modules
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(place) / file
         if path.is_file():
@@ -204,8 +210,6 @@ def load(name: str, device: torch.device = CPU) -> ModuleType:
 
     What was imported before is given again: a process uses one kind of device.
     """
-    path = path_of(name)
-    assert path is not None
     package, file = _FILES[name]
     full = f"{package}.{file.removesuffix('.py').replace('/', '.')}"
     if full in sys.modules:
@@ -230,6 +234,8 @@ def load(name: str, device: torch.device = CPU) -> ModuleType:
             DeviceManager=lambda: SimpleNamespace(device_module=of_device),
             npu_generate_uuid=lambda: "",
         )
+    path = path_of(name)
+    assert path is not None
     spec = spec_from_file_location(full, path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
@@ -431,8 +437,7 @@ class CheckpointEngineSender:
         self._told.send("round")
         # A counted handle of torch's is opened once: a new one for each round.
         memory = self._memory
-        handle = (attach, (memory.name, memory.size)) if memory else reduce_tensor(self._buffer)
-        socket.send_pyobj(handle)
+        socket.send_pyobj((attach, (memory.name, memory.size)) if memory else export(self._buffer))
         for number, group in enumerate(self._groups):
             offset = number % 2 * self._half
             told = []
@@ -481,7 +486,7 @@ def checkpoint_engine_receiver(
     url: str, take: Take, told: Connection, device: torch.device
 ) -> Callable[[], None]:
     update = load("checkpoint-engine", device).update_weights_from_ipc
-    context = limited(zmq.Context())
+    context = limited(zmq.Context.instance())
 
     def one_round() -> None:
         update(context, url, device.index, run=take)
