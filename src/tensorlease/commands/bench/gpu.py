@@ -3,293 +3,249 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import multiprocessing as mp
-import tempfile
+import gc
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import click
 import torch
 
-from tensorlease.agents import RingOptions, TrainerAgent, WorkerAgent
+from . import peers
+from .gpu_rows import COPY, Measured, add_goals, add_rows
+from .gpu_shapes import MODELS, Shapes, shapes_of
+from .gpu_ways import KINDS, Running, Way, ways
+from .gpu_workers import DTYPE, Place, placed, sums
+from .peers import synchronize
+from .report import MISSED, Report, finish, new_report, options
 
-from .report import Goal, Report, finish, new_report, options
-from .service import broker_words, serving
-
-LIMIT, LIMIT_MS = 1.15, 0.5
-"""Times the floor, and milliseconds beside that."""
-LIMIT_RING = 2.5
 PART_BYTES = 4 * 2**30
 """Copied at once where the memory is too small for all of it twice."""
-SUM_ELEMENTS = 2**24
-"""Of a tensor, summed up at once."""
-MOST_RING = 40 * 10**9
-"""Bytes of a model that is sent through rings, too."""
-LIMIT_S = 300.0
-CHANNEL = "bench"
-SHAPES = ("opt-125m", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")
+MOST_STAGED = 40 * 10**9
+"""Bytes of a model for which all ways are measured; a larger one is only registered."""
+WARMING = 3
+"""Rounds of a turn that do not count."""
 
-Shapes = Mapping[str, tuple[int, ...]]
+
+class Settings(NamedTuple):
+    """How it is measured."""
+
+    rounds: int
+    """Of each way, in all turns together."""
+    turns: int
+    workers: int
+    device: torch.device
+
+    @property
+    def in_a_turn(self) -> int:
+        """Rounds of each turn."""
+        return -(-self.rounds // self.turns)
 
 
 @click.command()
 @click.option(
     "--model",
     "models",
-    type=click.Choice(SHAPES),
+    type=click.Choice(MODELS),
     multiple=True,
-    default=SHAPES[:3],
+    default=MODELS[:3],
     show_default=True,
     help="Whose shapes; may be given again.",
 )
 @click.option("--rounds", type=click.IntRange(min=3), default=15, show_default=True)
-@click.option("--ring-mib", type=click.IntRange(min=4), default=1024, show_default=True)
+@click.option(
+    "--turns",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="How often each way is set up; the rounds are shared among them.",
+)
+@click.option(
+    "--ring-mib",
+    type=click.IntRange(min=4),
+    multiple=True,
+    default=(256, 1024),
+    show_default=True,
+    help="Of all slots of a ring together, and of a peer's buffers; may be given again.",
+)
+@click.option(
+    "--buffer-mib",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Of the buffer in lock step; measured with four times as much, too.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 2),
+    default=1,
+    show_default=True,
+    help="All on the one GPU; with 2 only the peers are goals.",
+)
+@click.option("--only", type=click.Choice(KINDS), multiple=True, help="May be given again.")
 @options
-def gpu(models: tuple[str, ...], rounds: int, ring_mib: int, as_json: bool, check: bool) -> int:
-    """Measure rounds on one GPU, to a worker in a process of its own, against one copy of the bytes.
+def gpu(
+    models: tuple[str, ...],
+    rounds: int,
+    turns: int,
+    ring_mib: tuple[int, ...],
+    buffer_mib: int,
+    workers: int,
+    only: tuple[str, ...],
+    as_json: bool,
+    check: bool,
+) -> int:
+    """Measure rounds on one GPU, to workers in processes of their own, against one copy of the bytes.
 
     Registered tensors, and rings of 1, 2, 4 and 8 slots that have --ring-mib together; from publish
-    to the result, the commit and the release included. Random bytes in bfloat16; what the worker
-    holds is compared with what was sent. All take turns.
+    to the result, the commit and the release included. Beside them what is done without a broker:
+    one pickled handle in lock step over REQ/REP, pickled handles of all tensors over HTTP, and the
+    transfers of verl, sglang and checkpoint-engine, if they are installed. Random bytes in bfloat16;
+    what the workers hold is compared with what was sent after each turn. All take turns, each round
+    of a way with one copy.
     """
     if not torch.cuda.is_available():
         raise click.UsageError(
             "this needs a GPU that torch sees: torch.cuda.is_available() is false"
         )
-    words = " ".join(f"--model {model}" for model in models)
-    report = new_report(f"tensorlease bench gpu {words} --rounds {rounds} --ring-mib {ring_mib}")
+    device = torch.device("cuda", 0)
+    words = [f"--model {model}" for model in models]
+    words += [f"--rounds {rounds} --turns {turns}", *(f"--ring-mib {mib}" for mib in ring_mib)]
+    words += [f"--buffer-mib {buffer_mib} --workers {workers}", *(f"--only {k}" for k in only)]
+    report = new_report(f"tensorlease bench gpu {' '.join(words)}")
+    settings = Settings(rounds, turns, workers, device)
+    whole = True
     for model in models:
-        measure(report, model, rounds, ring_mib * 2**20)
+        shapes = shapes_of(model)
+        if (lacks := lacking(shapes, settings)) > 0:
+            report.notes.append(f"{model}: not measured, {lacks / 1e9:.1f} GB do not fit")
+            whole = False
+            continue
+        chosen = ways(ring_mib, buffer_mib, only, device)
+        whole &= measure(report, model, shapes, chosen, settings)
+        tidy(device)
     report.notes.append(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     )
-    return finish(report, as_json=as_json, check=check)
+    add_peers(report, only)
+    return finish(report, as_json=as_json, check=check) or (0 if whole else MISSED)
 
 
-def measure(report: Report, model: str, rounds: int, ring_bytes: int) -> None:
-    """Adds the rows of one model."""
-    shapes = shapes_of(model)
-    source = {name: random(shape) for name, shape in shapes.items()}
+def lacking(shapes: Shapes, settings: Settings) -> int:
+    """Bytes of the device's memory that all sets of the tensors, and the floor, need beyond it."""
+    total = sum(math.prod(shape) for shape in shapes.values()) * DTYPE.itemsize
+    needed = total * (1 + settings.workers) + 2 * min(total, PART_BYTES)
+    return needed - torch.cuda.get_device_properties(settings.device).total_memory
+
+
+def add_peers(report: Report, only: Sequence[str]) -> None:
+    """Notes which peers are there, and which are not, of those that were asked for."""
+    asked = [name for name in peers.NAMES if not only or name in only]
+    there = [peers.version_of(name) for name in asked if peers.path_of(name) is not None]
+    missing = [name for name in asked if peers.path_of(name) is None]
+    if there:
+        report.notes.append(f"the others: {', '.join(there)}")
+    if missing:
+        report.notes.append(f"not installed, and not compared with: {', '.join(missing)}")
+
+
+def measure(
+    report: Report, model: str, shapes: Shapes, chosen: Sequence[Way], settings: Settings
+) -> bool:
+    """Adds a table for one model; returns whether every way of ours has worked.
+
+    A way that fails is noted, and not tried again; the others go on with a new broker and new
+    workers.
+    """
+    device = settings.device
+    source = {name: random(shape, device) for name, shape in shapes.items()}
     total = sum(tensor.nbytes for tensor in source.values())
-    report.notes.append(f"{model}: {len(shapes)} tensors, {total / 1e9:.2f} GB")
-    copy = floor(total)
-    at_once, ours = f"{model}: one copy", f"{model}: registered"
-    took: dict[str, list[float]] = {at_once: []}
-
-    def take_turns(name: str, way: Callable[[], object]) -> None:
-        for each, times in turns({at_once: copy, name: way}, rounds).items():
-            took.setdefault(each, []).extend(times)
-
-    with broker() as url, pulling(url, shapes) as worker:
-        with publishing(url, source) as publish:
-            take_turns(ours, publish)
-        for slots in () if total > MOST_RING else (1, 2, 4, 8):
-            ring = RingOptions(slots, ring_bytes // slots // 4096 * 4096, device="cuda:0")
-            with streaming(url, source, ring) as publish:
-                take_turns(f"{model}: ring of {slots}", publish)
-        compare(model, source, worker)
-    medians = {
-        name: report.add(name, "ms", [taken * 1e3 for taken in times])
-        for name, times in took.items()
-    }
-    for name in medians:
-        if name != at_once:
-            ratios = [taken * 1e3 / medians[at_once] for taken in took[name]]
-            report.add(name, "times one copy", ratios)
-    goal = LIMIT * medians[at_once] + LIMIT_MS
-    report.goals.append(Goal(ours, "median in ms, 1.15 x one copy + 0.5", medians[ours], goal))
-    if model == "qwen3-8b":
-        four, one = f"{model}: ring of 4", f"{model}: ring of 1"
-        value = medians[four] / medians[at_once]
-        report.goals.append(Goal(four, "times one copy", value, LIMIT_RING))
-        value = medians[one] / medians[four]
-        report.goals.append(Goal(four, "times as fast as one slot", value, 1.3, at_least=True))
+    if total > MOST_STAGED:
+        chosen = [way for way in chosen if way.kind == "registered"]
+    copy, sent = floor(total, device), sums(source)
+    measured = Measured({COPY: [], **{way.name: [] for way in chosen}}, {})
+    with contextlib.ExitStack() as stack:
+        place: Place | None = None
+        for turn in range(settings.turns):
+            for way in reversed(chosen) if turn % 2 else chosen:
+                if way.name in measured.failed:
+                    continue
+                if place is None:
+                    place = stack.enter_context(placed(shapes, settings.workers, device))
+                try:
+                    place.clear()
+                    with way.begin(place, source) as running:
+                        copying, taken = take_turns(copy, running, settings.in_a_turn, device)
+                    place.compare(sent)
+                except Exception as error:  # noqa: BLE001 - noted; the other ways go on
+                    measured.failed[way.name] = why(model, way, error, place)
+                    place = None
+                    stack.close()
+                else:
+                    measured.took[COPY] += copying
+                    measured.took[way.name] += taken
+                tidy(device)
+    many = f", {settings.workers} workers" if settings.workers > 1 else ""
+    table = f"{model}: {len(shapes)} tensors, {total / 1e9:.2f} GB{many}"
+    medians = add_rows(report, model, table, measured)
+    add_goals(report, model, medians, chosen, settings.workers)
+    return not any(way.ours and way.name in measured.failed for way in chosen)
 
 
-def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
-    """Returns the names and shapes of a model's tensors."""
-    if model == "opt-125m":
-        return opt(768, 12, 3072, 50272, 2050)
-    if model == "qwen3-0.6b":
-        return qwen3(1024, 28, 3072, 151936, 16, 8, tied=True)
-    if model == "qwen3-8b":
-        return qwen3(4096, 36, 12288, 151936, 32, 8)
-    return qwen3(2048, 48, 768, 151936, 32, 4, experts=128)
+def why(model: str, way: Way, error: BaseException, place: Place) -> str:
+    """The last line of what failed, for a note; says all of it on stderr."""
+    words = ["".join(traceback.format_exception(error)), *(w.complaint() for w in place.workers)]
+    click.echo(f"{model}: {way.name} failed:", err=True)
+    for each in filter(None, words):
+        click.echo(each, err=True)
+    lines = [each.strip().splitlines()[-1] for each in words if each.strip()]
+    return "; ".join(lines)
 
 
-def opt(
-    width: int, layers: int, inner: int, vocabulary: int, positions: int
-) -> dict[str, tuple[int, ...]]:
-    """OPT: its published configuration."""
-    found: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (vocabulary, width),
-        "embed_positions.weight": (positions, width),
-        "final_layer_norm.weight": (width,),
-        "final_layer_norm.bias": (width,),
-    }
-    for layer in range(layers):
-        at = f"layers.{layer}"
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            found[f"{at}.self_attn.{part}.weight"] = (width, width)
-            found[f"{at}.self_attn.{part}.bias"] = (width,)
-        for part, shape in (("fc1", (inner, width)), ("fc2", (width, inner))):
-            found[f"{at}.{part}.weight"] = shape
-            found[f"{at}.{part}.bias"] = shape[:1]
-        for part in ("self_attn_layer_norm", "final_layer_norm"):
-            found[f"{at}.{part}.weight"] = (width,)
-            found[f"{at}.{part}.bias"] = (width,)
-    return found
+def tidy(device: torch.device) -> None:
+    """Gives memory back that other ways may need."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
-def qwen3(
-    width: int,
-    layers: int,
-    inner: int,
-    vocabulary: int,
-    heads: int,
-    groups: int,
-    *,
-    tied: bool = False,
-    experts: int = 0,
-) -> dict[str, tuple[int, ...]]:
-    """Qwen3: its published configurations; heads are 128 wide."""
-    found: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (vocabulary, width),
-        "norm.weight": (width,),
-    }
-    if not tied:
-        found["lm_head.weight"] = (vocabulary, width)
-    for layer in range(layers):
-        at = f"layers.{layer}"
-        for part, rows in (("q_proj", heads), ("k_proj", groups), ("v_proj", groups)):
-            found[f"{at}.self_attn.{part}.weight"] = (rows * 128, width)
-        found[f"{at}.self_attn.o_proj.weight"] = (width, heads * 128)
-        for part in ("q_norm", "k_norm"):
-            found[f"{at}.self_attn.{part}.weight"] = (128,)
-        for part in ("input_layernorm", "post_attention_layernorm"):
-            found[f"{at}.{part}.weight"] = (width,)
-        if experts:
-            found[f"{at}.mlp.gate.weight"] = (experts, width)
-        for expert in range(max(1, experts)):
-            where = f"{at}.mlp.experts.{expert}" if experts else f"{at}.mlp"
-            found[f"{where}.gate_proj.weight"] = (inner, width)
-            found[f"{where}.up_proj.weight"] = (inner, width)
-            found[f"{where}.down_proj.weight"] = (width, inner)
-    return found
+def random(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=DTYPE, device=device).normal_()
 
 
-def random(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
-
-
-def floor(total: int) -> Callable[[], object]:
-    """One device-to-device copy of so many bytes."""
-    source = torch.ones(min(total, PART_BYTES), dtype=torch.uint8, device="cuda")
+def floor(total: int, device: torch.device) -> Callable[[], object]:
+    """One copy of so many bytes within the device."""
+    source = torch.ones(min(total, PART_BYTES), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
 
     def copy() -> None:
         for begin in range(0, total, PART_BYTES):
             count = min(PART_BYTES, total - begin)
             target[:count].copy_(source[:count])
-        torch.cuda.synchronize()
+        synchronize(device)
 
     return copy
 
 
-def turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """How long each takes, in seconds; they take turns, after three of each that do not count."""
-    took: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(-3, rounds):
-        for name in sorted(ways, reverse=bool(turn % 2)):
-            torch.cuda.synchronize()
+def take_turns(
+    copy: Callable[[], object], running: Running, rounds: int, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """How long one copy takes, and one round, in seconds; they take turns after some warming up."""
+    took: Mapping[bool, list[float]] = {False: [], True: []}
+    for turn in range(-WARMING, rounds):
+        for way in (False, True) if turn % 2 else (True, False):
+            synchronize(device)
             start = time.perf_counter()
-            ways[name]()
+            if way:
+                running.round()
+            else:
+                copy()
             if turn >= 0:
-                took[name].append(time.perf_counter() - start)
-    return took
-
-
-@contextlib.contextmanager
-def broker() -> Iterator[str]:
-    """A broker in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="tl-") as directory:
-        url = f"ipc://{directory}/broker.sock"
-        with serving(url, broker_words(url, 2)):
-            yield url
-
-
-_versions = itertools.count(1)
-
-
-@contextlib.contextmanager
-def publishing(url: str, source: Mapping[str, torch.Tensor]) -> Iterator[Callable[[], object]]:
-    """A trainer whose tensors are registered."""
-    with TrainerAgent(CHANNEL, endpoint=url) as trainer:
-        trainer.register(source)
-        trainer.wait_ready(1, timeout=LIMIT_S)
-        yield lambda: trainer.publish(next(_versions), timeout=LIMIT_S).raise_for_status()
-
-
-@contextlib.contextmanager
-def streaming(
-    url: str, source: Mapping[str, torch.Tensor], ring: RingOptions
-) -> Iterator[Callable[[], object]]:
-    """A trainer that sends everything through its ring."""
-    with TrainerAgent(CHANNEL, endpoint=url, ring=ring) as trainer:
-        trainer.wait_ready(1, timeout=LIMIT_S)
-
-        def publish() -> None:
-            trainer.publish_stream(next(_versions), source, timeout=LIMIT_S).raise_for_status()
-
-        yield publish
-
-
-@contextlib.contextmanager
-def pulling(url: str, shapes: Shapes) -> Iterator[Connection]:
-    """A worker in a process of its own; told "sums", it says what it holds."""
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    worker = context.Process(target=pull, args=(url, dict(shapes), theirs), daemon=True)
-    worker.start()
-    try:
-        yield ours
-    finally:
-        worker.terminate()
-        worker.join(LIMIT_S)
-
-
-def pull(url: str, shapes: Shapes, told: Connection) -> None:
-    """A process: a worker that takes every version, until it is asked what it has."""
-    target = {
-        name: torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
-        for name, shape in shapes.items()
-    }
-    with WorkerAgent(CHANNEL, endpoint=url) as worker:
-        worker.attach(target)
-        while not told.poll():
-            worker.step(timeout=0.1)
-        told.send(sums(target))
-
-
-def compare(model: str, source: Mapping[str, torch.Tensor], worker: Connection) -> None:
-    """Raises `click.ClickException` unless the worker holds what was sent."""
-    worker.send("sums")
-    if not worker.poll(LIMIT_S):
-        raise click.ClickException(f"{model}: the worker does not answer")
-    if worker.recv() != sums(source):
-        raise click.ClickException(f"{model}: the worker holds other values than were sent")
-
-
-def sums(tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    """Of each tensor's bits, weighed by their places."""
-    found: list[int] = []
-    for tensor in tensors.values():
-        every, total = tensor.view(-1).view(torch.int16), 0
-        for begin in range(0, every.numel(), SUM_ELEMENTS):
-            bits = every[begin : begin + SUM_ELEMENTS].long()
-            weights = torch.arange(1, bits.numel() + 1, device=bits.device)
-            total += (begin + 1) * int((bits * weights).sum())
-        found.append(total)
-    return found
+                took[way].append(time.perf_counter() - start)
+            if way:
+                running.settle()
+    return took[False], took[True]

@@ -33,6 +33,8 @@ class Figure(Struct):
     greatest: float
     count: int
     """How many values it is of."""
+    table: str = ""
+    """The title of its table; empty: rows that have a column in common are in one."""
 
 
 class Goal(Struct):
@@ -67,12 +69,13 @@ class Report(Struct):
     goals: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, row: str, name: str, values: Sequence[float]) -> float:
+    def add(self, row: str, name: str, values: Sequence[float], table: str = "") -> float:
         """Adds a figure; returns its median. Raises `ValueError` where nothing was measured."""
         if not values:
             raise ValueError(f"{row}: no value of {name} was measured")
         median = statistics.median(values)
-        self.figures.append(Figure(row, name, median, min(values), max(values), len(values)))
+        count = len(values)
+        self.figures.append(Figure(row, name, median, min(values), max(values), count, table))
         return median
 
     @property
@@ -132,6 +135,8 @@ def show(report: Report, console: Console) -> None:
         for row in dict.fromkeys(figure.row for figure in rows):
             table.add_row(escape(row), *(cells.get((row, column), "") for column in columns))
         console.print()
+        if rows[0].table:
+            console.print(rows[0].table, highlight=False, markup=False)
         console.print(table)
     if report.goals or report.notes:
         console.print()
@@ -142,7 +147,14 @@ def show(report: Report, console: Console) -> None:
 
 
 def _tables(figures: list[Figure]) -> list[list[Figure]]:
-    """Figures in tables of their own where rows have no column in common."""
+    """Figures by their table's title, and then where rows have no column in common."""
+    titled: dict[str, list[Figure]] = {}
+    for figure in figures:
+        titled.setdefault(figure.table, []).append(figure)
+    return [table for rows in titled.values() for table in _parted(rows)]
+
+
+def _parted(figures: list[Figure]) -> list[list[Figure]]:
     names: dict[str, set[str]] = {}
     for figure in figures:
         names.setdefault(figure.row, set()).add(figure.name)
