@@ -90,7 +90,7 @@ class Registry:
         """
         copies = shadow or dtype is not None
         ways = ways_of(share, copies)
-        if not any(each.device.type == "cuda" for each in placed):
+        if not _any_of_gpu(placed):
             ways = ways_of(None, copies)
         buffers = self._by_one_of(ways, pairs, regions, dtype)
         self._note_via(buffers)
@@ -365,3 +365,7 @@ class Registry:
             if number in self._denied:
                 raise RefusedError(self._denied[number], Code.LEASED.value)
         return numbers - self._retired
+
+
+def _any_of_gpu(placed: Iterable[Placed]) -> bool:
+    return any(each.device.type == "cuda" for each in placed)
