@@ -317,7 +317,7 @@ def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        raise CudaError(_LIBRARY, str(error)) from None
+        raise CudaError(_LIBRARY, str(error).removeprefix(f"{_LIBRARY}: ")) from None
 
 
 def _call(name: str, *arguments: object) -> None:

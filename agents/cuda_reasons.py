@@ -32,7 +32,7 @@ _FIRST_NAMESPACES: Final = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF}
 
 
 def platform() -> str:
-    """Names a platform whose CUDA does without IPC, as far as is known; empty: another one."""
+    """Names a platform on which CUDA IPC was reported not to work; empty: another one."""
     with suppress(OSError):
         if "microsoft" in _OS_RELEASE.read_text(encoding="utf-8", errors="replace").lower():
             return "WSL2"
@@ -113,7 +113,7 @@ def not_exported(ordinal: int, address: int) -> tuple[str, str]:
         return cause, "make it outside of that"
     place = platform()
     if place:
-        return f"{place} is known to have no CUDA IPC", ""
+        return f"as far as is known, {place} has no CUDA IPC", ""
     return "another pool or allocator has made it", "make it with torch's own allocator"
 
 
@@ -204,7 +204,7 @@ def not_mapped(ordinal: int, uuid: str, error: CudaError) -> str:
             f" their containers one PID and IPC namespace (--pid=host --ipc=host), or {shm}"
         )
     if place := platform():
-        return f"{text}{place} is known to have no CUDA IPC: {shm}"
+        return f"{text}as far as is known, {place} has no CUDA IPC: {shm}"
     causes = ["the trainer may have freed it or have ended"]
     with suppress(CudaError):
         if ordinal_of(uuid) is None:

@@ -62,7 +62,7 @@ def expandable(_: FakeDriver, patch: pytest.MonkeyPatch) -> None:
     ("case", "name", "text", "way_out"),
     [
         (without_ipc, "CUDA IPC", "cuda:0, cuda:1 without it on a Tegra (Jetson)", 'share="shm"'),
-        (on_wsl, "CUDA IPC", "WSL2 is known to have none", 'share="shm"'),
+        (on_wsl, "CUDA IPC", "as far as is known, WSL2 has none", 'share="shm"'),
         (mig, "CUDA IPC", "cuda:0 is a MIG instance", "trainer and worker on one instance"),
         (no_peers, "peer access", "none from cuda:1 to cuda:0", "workers on their trainer's GPU"),
         (expandable, "allocator", "expandable segments are on", "PYTORCH_CUDA_ALLOC_CONF and"),

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlease.agents import cuda, cuda_reasons, source
+from tensorlease.agents import cuda, cuda_driver, cuda_reasons, source
 from tensorlease.agents.cuda_driver import CudaError
 from tensorlease.agents.errors import MappingError, NotSharedError
+from tensorlease.agents.placement import Placed
 from tensorlease.protocol.handles import CUDA_FORMAT, CudaIpcHandle
 from tensorlease.protocol.regions import Region
 from tensorlease.protocol.tables import Buffer, TensorEntry
@@ -40,7 +41,7 @@ def exported(*where: tuple[int, int], ordinal: int = 0) -> list[Buffer]:
         entry = TensorEntry(f"w{index}", "uint8", (nbytes,), None, 0)
         found.entries.append(entry)
         found.placed.append(
-            source.Placed(
+            Placed(
                 f"w{index}",
                 torch.empty(0),
                 "uint8",
@@ -142,7 +143,7 @@ Case = Callable[[FakeDriver, pytest.MonkeyPatch], None]
         (pool, "a stream-ordered memory pool (cudaMallocAsync)", "leave backend:cudaMallocAsync"),
         (managed, "managed memory (cudaMallocManaged)", "make it with torch's own allocator"),
         (unknown, "another pool or allocator", "make it with torch's own allocator"),
-        (wsl, "WSL2 is known to have no CUDA IPC", ""),
+        (wsl, "as far as is known, WSL2 has no CUDA IPC", ""),
         (no_ipc, "has no CUDA IPC on a Tegra (Jetson), says its driver", ""),
     ],
 )
@@ -304,7 +305,7 @@ def test_a_platform_without_ipc_is_named_by_the_worker_as_well(
 ) -> None:
     monkeypatch.setattr(cuda_reasons, "platform", lambda: "WSL2")
     mapped.fails["cuIpcOpenMemHandle_v2"] = "CUDA_ERROR_INVALID_HANDLE"
-    assert "CUDA_ERROR_INVALID_HANDLE): WSL2 is known to have no CUDA IPC" in refused()
+    assert "CUDA_ERROR_INVALID_HANDLE): as far as is known, WSL2 has no CUDA IPC" in refused()
 
 
 def test_a_gpu_without_room_for_a_mapping_is_named_with_what_is_free(mapped: FakeDriver) -> None:
@@ -317,4 +318,4 @@ def test_a_gpu_without_room_for_a_mapping_is_named_with_what_is_free(mapped: Fak
 def test_what_the_driver_calls_an_error_is_what_is_raised(fake: FakeDriver) -> None:
     fake.fails["cuDeviceGetName"] = "CUDA_ERROR_NO_DEVICE"
     with pytest.raises(CudaError, match="cuDeviceGetName: CUDA_ERROR_NO_DEVICE"):
-        cuda.driver.name_of(0)
+        cuda_driver.name_of(0)

@@ -38,7 +38,7 @@ class Seen(Struct):
     lacking: str = ""
     """Why there is no GPU."""
     platform: str = ""
-    """One that is known to have no CUDA IPC; empty: another."""
+    """One on which CUDA IPC was reported not to work; empty: another."""
     namespaces: str = ""
     """Those of a container that this process is in, in words."""
     expandable: bool = False
@@ -112,7 +112,7 @@ def _ipc(seen: Seen) -> Finding:
         text = f"{', '.join(without)} without it{on}, says the driver"
         return Finding(name, Level.WARN, text, SHM)
     if seen.platform:
-        text = f"{seen.platform} is known to have none, whatever the driver says"
+        text = f"as far as is known, {seen.platform} has none, whatever the driver says"
         return Finding(name, Level.WARN, text, SHM)
     if mig := [f"cuda:{n}" for n, gpu in enumerate(seen.gpus) if gpu.mig]:
         text = f"{', '.join(mig)} is a MIG instance: it goes to no other one"
