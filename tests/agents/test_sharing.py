@@ -143,6 +143,16 @@ def test_what_is_on_the_cpu_is_moved_whatever_was_chosen_for_a_gpu(
             assert not buffers.shadows and buffers.via == ("shm",)
 
 
+def shown_via(url: str) -> list[str]:
+    """What the status says of the one trainer."""
+    done = command("status", "--json", "--endpoint", url)
+    (channel,) = msgspec.json.decode(done.out)["channels"]
+    assert channel["replicas"][0]["members"][0]["via"] == []
+    (rank,) = channel["group"]["ranks"]
+    found: list[str] = rank["via"]
+    return found
+
+
 def test_result_and_status_say_how_the_bytes_of_each_trainer_travel(
     broker: Threaded, url: str, start_worker: StartWorker
 ) -> None:
@@ -154,21 +164,33 @@ def test_result_and_status_say_how_the_bytes_of_each_trainer_travel(
         trainer.wait_ready(1, 20.0)
         # As a trainer with tensors of a GPU says it.
         (number,) = trainer._registry.numbers
+        assert shown_via(url) == ["shm"]  # By what it has offered, before any round.
         trainer._core.via[number] = "staging"
+        trainer._core._last_via = ([], [])
         assert trainer.publish(1).raise_for_status().via == {0: ("staging",)}
         snapshot = trainer.publish_nowait(2, snapshot=True).result(20.0).raise_for_status()
         assert snapshot.via == {0: ("shm",)}
-        done = command("status", "--json", "--endpoint", url)
-        (channel,) = msgspec.json.decode(done.out)["channels"]
-        assert channel["group"]["ranks"][0]["via"] == ["shm"]
-        assert channel["replicas"][0]["members"][0]["via"] == []
+        assert trainer.publish(3).raise_for_status().via == {0: ("staging",)}
+        assert shown_via(url) == ["shm", "staging"]
         shown = command("status", "--endpoint", url).out
         head, row = next(
             (before, line)
             for before, line in zip(shown.splitlines(), shown.splitlines()[1:], strict=False)
             if line.startswith("trainer rank 0")
         )
-        assert row[head.index("via") :].startswith("shm")
+        assert row[head.index("via") :].startswith("shm, staging")
+
+
+def test_what_a_hello_announces_of_a_batch_has_how_it_travels(
+    broker: Threaded, url: str, start_worker: StartWorker
+) -> None:
+    start_worker("a", {"w": torch.zeros(5)})
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register({"w": torch.ones(5)})
+        trainer.wait_ready(1, 20.0)
+        trainer.publish(1).raise_for_status()
+        (call,) = trainer._core.state.calls.values()
+        assert [lease.via for lease in trainer._core._announce(call).leases] == [["shm"]]
 
 
 def test_what_an_older_trainer_leaves_out_is_no_way_and_no_error() -> None:
