@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         AttachError,
         ExportError,
         GpuMemoryError,
+        NotSharedError,
         RingFullError,
         SharedMemoryError,
         VerifyError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     )
     from .ring import RingOptions, RingStatus
     from .ring_round import RingRound
+    from .sharing import Share
     from .trainer import TrainerAgent
     from .worker import WorkerAgent
 
@@ -55,6 +57,7 @@ __all__ = [
     "Fate",
     "GpuMemoryError",
     "NoBrokerError",
+    "NotSharedError",
     "Outcome",
     "Piece",
     "RefusedError",
@@ -67,6 +70,7 @@ __all__ = [
     "RoundInfo",
     "RoundResult",
     "RowBlocks",
+    "Share",
     "SharedMemoryError",
     "SkippedError",
     "StillLeasedError",
@@ -102,6 +106,8 @@ _HOMES = {
     "RoundResult": ".results",
     "RowBlocks": ".pieces",
     "GpuMemoryError": ".errors",
+    "NotSharedError": ".errors",
+    "Share": ".sharing",
     "SharedMemoryError": ".errors",
     "SkippedError": ".results",
     "StillLeasedError": ".results",

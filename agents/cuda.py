@@ -20,7 +20,8 @@ import torch
 from ..protocol.handles import CUDA_FORMAT, CudaIpcHandle
 from . import cuda_driver as driver
 from .cuda_driver import CudaError, Extent
-from .errors import ExportError, GpuMemoryError, MappingError
+from .cuda_reasons import COPIES, not_exported, not_mapped, require_format, require_reach
+from .errors import GpuMemoryError, MappingError, NotSharedError
 
 # What torch's stubs do not say.
 _make_event: Final[Callable[..., torch.cuda.Event]] = torch.cuda.Event
@@ -108,6 +109,7 @@ class CudaExport:
             begin,
             order.handle,
         )
+        require_format(self._handle)
 
     @property
     def handle(self) -> CudaIpcHandle:
@@ -308,17 +310,18 @@ def extents(storages: Sequence[torch.UntypedStorage], name: str) -> list[tuple[i
         try:
             found.append((ordinal, driver.address_range(ordinal, storage.data_ptr())))
         except CudaError as error:
-            raise not_shared(name, error) from None
+            raise not_shared(name, error, ordinal, storage.data_ptr()) from None
     return found
 
 
-def not_shared(name: str, error: CudaError) -> ExportError:
+def not_shared(name: str, error: CudaError, ordinal: int, address: int) -> NotSharedError:
     """Returns what to raise for a tensor whose memory CUDA IPC cannot share."""
-    return ExportError(
+    cause, instead = not_exported(ordinal, address)
+    way_out = f"{instead}, or {COPIES}" if instead else COPIES
+    return NotSharedError(
         name,
-        f"lies in GPU memory that CUDA IPC cannot share ({error}): that of expandable segments"
-        " (PYTORCH_CUDA_ALLOC_CONF), of a memory pool or of an allocator of its own is such; turn"
-        " that off, or register it with shadow=True, which copies it at each publish",
+        f"lies in GPU memory that CUDA IPC cannot share ({error}) on GPU {uuid_of(ordinal)}:"
+        f" {cause}; {way_out}",
     )
 
 
@@ -340,26 +343,18 @@ def _inside(storage: torch.UntypedStorage, extent: Extent) -> bool:
 
 def _open(handle: CudaIpcHandle) -> tuple[int, int]:
     """Maps a handle by a device that can read it; returns that device, and the address."""
-    if handle.format_version != CUDA_FORMAT:
-        raise MappingError(
-            f"a trainer's GPU memory came in format {handle.format_version}, and this agent knows"
-            f" {CUDA_FORMAT}: upgrade the older of the two"
-        )
+    require_format(handle)
     if not torch.cuda.is_available():
         raise MappingError(
             f"a trainer's tensors are on GPU {handle.gpu_uuid}, and this process has no CUDA: run"
-            " the worker where that GPU is, or let the trainer register with shadow=True"
+            ' the worker where that GPU is, or let the trainer register with share="shm"'
         )
     ordinal = torch.cuda.current_device()
+    require_reach(ordinal, handle.gpu_uuid)
     try:
         return ordinal, driver.open_handle(ordinal, handle.handle)
     except CudaError as error:
-        raise MappingError(
-            f"memory of GPU {handle.gpu_uuid} cannot be mapped on {uuid_of(ordinal)} ({error}): the"
-            " trainer may have freed it, the two GPUs may have no peer access, or the processes are"
-            " in containers that do not share their GPU's IPC; shadow=True goes through shared"
-            " memory instead"
-        ) from None
+        raise MappingError(not_mapped(ordinal, handle.gpu_uuid, error)) from None
 
 
 _orders: Final[dict[int, Order]] = {}

@@ -1,4 +1,5 @@
-"""The calls of the CUDA driver that torch does not offer: IPC handles, and bare copies.
+"""The calls of the CUDA driver that torch does not offer: IPC handles, bare memory and copies, and
+what devices and addresses are.
 
 By the driver's C library, so that nothing depends on the release of torch, nor on its counters:
 the bytes of a handle are the driver's own. Every call is made with the device's primary context,
@@ -25,6 +26,14 @@ _NOT_READY: Final = 600
 """CUDA_ERROR_NOT_READY: it goes on."""
 _THREAD_LOCAL: Final = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: what other threads do is no part of a capture."""
+
+_IPC_SUPPORTED: Final = 125
+"""CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED: by it the driver says whether a device has IPC at all."""
+_IS_MANAGED: Final = 8
+"""CU_POINTER_ATTRIBUTE_IS_MANAGED."""
+_POOL_OF: Final = 17
+"""CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: the pool that memory comes from; null: none."""
+_NAME_BYTES: Final = 256
 
 _Pointer: Final = ctypes.c_uint64
 
@@ -95,13 +104,109 @@ def close_handle(ordinal: int, address: int) -> None:
 
 def uuid_of(ordinal: int) -> str:
     """Returns the UUID of a device, or of its MIG instance, without prefix and in lower case."""
-    device = ctypes.c_int()
     raw = (ctypes.c_ubyte * 16)()
-    _call("cuInit", ctypes.c_uint(0))
-    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-    _call("cuDeviceGetUuid_v2", ctypes.byref(raw), device)
+    _call("cuDeviceGetUuid_v2", ctypes.byref(raw), _device(ordinal))
     text = bytes(raw).hex()
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def device_count() -> int:
+    """Returns how many devices, or MIG instances, this process sees."""
+    count = ctypes.c_int()
+    _call("cuInit", ctypes.c_uint(0))
+    _call("cuDeviceGetCount", ctypes.byref(count))
+    return count.value
+
+
+def driver_version() -> tuple[int, int]:
+    """Returns the CUDA release that the driver is of: (13, 0), say."""
+    version = ctypes.c_int()
+    _call("cuDriverGetVersion", ctypes.byref(version))
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def name_of(ordinal: int) -> str:
+    """Returns what the driver calls a device; the name of a MIG instance contains `MIG`."""
+    text = ctypes.create_string_buffer(_NAME_BYTES)
+    _call("cuDeviceGetName", text, ctypes.c_int(_NAME_BYTES), _device(ordinal))
+    return text.value.decode(errors="replace")
+
+
+def supports_ipc(ordinal: int) -> bool:
+    """Whether the driver says that a device has CUDA IPC.
+
+    Raises:
+        CudaError: It does not know: older ones have no such attribute.
+    """
+    value = ctypes.c_int()
+    _call(
+        "cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(_IPC_SUPPORTED), _device(ordinal)
+    )
+    return bool(value.value)
+
+
+def can_access_peer(ordinal: int, other: int) -> bool:
+    """Whether one device can read the memory of another."""
+    value = ctypes.c_int()
+    _call("cuDeviceCanAccessPeer", ctypes.byref(value), _device(ordinal), _device(other))
+    return bool(value.value)
+
+
+def room_of(ordinal: int) -> tuple[int, int]:
+    """Returns the bytes that are free on a device, and all that it has."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    with context(ordinal):
+        _call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
+
+
+def allocate(ordinal: int, nbytes: int) -> int:
+    """Returns the address of new plain memory, which CUDA IPC can share; to be given to `free`."""
+    address = _Pointer()
+    with context(ordinal):
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+    return address.value
+
+
+def free(ordinal: int, address: int) -> None:
+    """Gives memory of `allocate` back, once the device has done what it was told with it."""
+    with context(ordinal):
+        _call("cuMemFree_v2", _Pointer(address))
+
+
+def is_managed(ordinal: int, address: int) -> bool:
+    """Whether memory moves between device and host as it is used."""
+    value = ctypes.c_uint()
+    with context(ordinal):
+        _call(
+            "cuPointerGetAttribute",
+            ctypes.byref(value),
+            ctypes.c_int(_IS_MANAGED),
+            _Pointer(address),
+        )
+    return bool(value.value)
+
+
+def is_pooled(ordinal: int, address: int) -> bool:
+    """Whether memory comes from a stream-ordered pool."""
+    pool = ctypes.c_void_p()
+    with context(ordinal):
+        _call(
+            "cuPointerGetAttribute", ctypes.byref(pool), ctypes.c_int(_POOL_OF), _Pointer(address)
+        )
+    return pool.value is not None
+
+
+def is_virtual(ordinal: int, address: int) -> bool:
+    """Whether memory was mapped by the driver's virtual memory calls, piece by piece."""
+    handle = ctypes.c_uint64()
+    with context(ordinal):
+        try:
+            _call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+        except CudaError:
+            return False
+        _call("cuMemRelease", handle)
+    return True
 
 
 def new_stream(ordinal: int) -> int:
@@ -226,11 +331,16 @@ class context:
 @cache
 def _primary(ordinal: int) -> ctypes.c_void_p:
     """Returns the primary context of a device, kept until the process ends: torch keeps it, too."""
-    device, found = ctypes.c_int(), ctypes.c_void_p()
+    found = ctypes.c_void_p()
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(found), _device(ordinal))
+    return found
+
+
+def _device(ordinal: int) -> ctypes.c_int:
+    device = ctypes.c_int()
     _call("cuInit", ctypes.c_uint(0))
     _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(found), device)
-    return found
+    return device
 
 
 @cache
@@ -238,7 +348,7 @@ def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        raise CudaError(_LIBRARY, str(error)) from None
+        raise CudaError(_LIBRARY, str(error).removeprefix(f"{_LIBRARY}: ")) from None
 
 
 def _call(name: str, *arguments: object) -> None:

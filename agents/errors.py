@@ -29,6 +29,10 @@ class ExportError(TensorError):
     """A trainer's tensor that cannot be registered, or no longer is where it was registered."""
 
 
+class NotSharedError(ExportError):
+    """A trainer's tensor of a GPU whose memory CUDA IPC cannot share."""
+
+
 class AttachError(TensorError):
     """A worker's tensor that cannot be written to."""
 

@@ -13,6 +13,7 @@ from .pieces import Pieces
 from .placement import NamedTensors, holds_pieces, pairs_of, place
 from .registry import Registry
 from .shadow import Dtypes
+from .sharing import Share, ways_of
 from .source import RegisteredBuffers
 from .trainer_core import TrainerCore
 from .waiting import seconds
@@ -34,6 +35,7 @@ class RegisteredSource(Agent[TrainerCore]):
         *,
         dtype: Dtypes | None = None,
         shadow: bool = False,
+        share: Share | str | None = None,
     ) -> RegisteredBuffers:
         """Moves the tensors' storages into shared memory, once, and offers them to all workers.
 
@@ -51,16 +53,21 @@ class RegisteredSource(Agent[TrainerCore]):
                 what is lacking (None) keeps its own. Floating becomes floating, complex complex,
                 an integer one that holds all its values.
             shadow: Copies also without another dtype.
+            share: How tensors of a GPU are handed over: "ipc" (where they are), "staging" (by a
+                copy on their GPU), "shm" (by a copy in shared memory), or "auto": the first of
+                these that works, as the log says. Copies are made at each publish, then of all
+                tensors of this call. Default: "ipc", or "shm" with `dtype` or `shadow`.
 
         Raises:
             ExportError: A tensor cannot be registered; names it, why, and the way out.
-            ConfigError: None were given, pieces to a colocated trainer, or a table that is larger
+            ConfigError: None were given, a `share` that cannot work, pieces to a colocated trainer, or a table that is larger
                 than the broker takes.
-            SharedMemoryError: There is not enough room; names the tensors.
+            SharedMemoryError, GpuMemoryError: There is not enough room; names the tensors.
             NoBrokerError, RefusedError: See the class. Nothing was moved.
         """
         self._check_here()
         # Read twice: an iterator would be empty the second time.
+        ways_of(share, shadow or dtype is not None)  # Refused before anything else is done.
         pairs = pairs_of(named_tensors)
         placed = place(pairs, regions, ExportError)
         if not placed:
@@ -72,7 +79,9 @@ class RegisteredSource(Agent[TrainerCore]):
             self._registry.require_new(placed)
         self._fix_distribution(holds_pieces(placed))
         self._connect(math.inf)
-        buffers, body = self._registry.move(pairs, regions, dtype, shadow, self._max_body())
+        buffers, body = self._registry.move(
+            pairs, regions, dtype, shadow, share, placed, self._max_body()
+        )
         with self._connection.acting():
             # Closed meanwhile, by another thread: nobody else would close these.
             if not self._closing:

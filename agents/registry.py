@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,12 @@ from ..protocol.errors import ConfigError, RefusedError
 from ..protocol.records import Code
 from ..protocol.regions import is_common
 from ..protocol.tables import OfferBody, TensorEntry, encode_body
-from .errors import ExportError
-from .memory import ExportedMemory
+from .errors import ExportError, GpuMemoryError, NotSharedError
+from .memory import ExportedMemory, MemoryKind
 from .pieces import Pieces
 from .placement import NamedTensors, Placed
 from .shadow import Dtypes, register_shadow
+from .sharing import Share, way_of, ways_of
 from .shm import ShmMemory
 from .source import RegisteredBuffers, register
 from .subset import Chosen, select
@@ -25,6 +27,8 @@ from .verifying import with_digests
 
 if TYPE_CHECKING:
     from .cuda import CudaMemory
+
+log = logging.getLogger("tensorlease.agents")
 
 
 class Registry:
@@ -36,9 +40,11 @@ class Registry:
     Args:
         instance: The trainer's instance.
         directory: Where its segments are made; None: the default.
+        via: Filled with how the bytes of each buffer travel.
     """
 
-    def __init__(self, instance: str, directory: Path | None) -> None:
+    def __init__(self, instance: str, directory: Path | None, via: dict[int, str]) -> None:
+        self._via = via
         self._instance = instance
         self._directory = directory
         # Made when it is needed: that removes what dead trainers left.
@@ -74,21 +80,20 @@ class Registry:
         regions: Pieces | None,
         dtype: Dtypes | None,
         shadow: bool,
+        share: Share | str | None,
+        placed: Iterable[Placed],
         max_body: int,
     ) -> tuple[RegisteredBuffers, bytes]:
-        """Moves tensors into shared memory, or makes shadows; see `source` and `shadow`.
+        """Moves tensors into shared memory, or makes shadows; see `source`, `shadow`, `sharing`.
 
         Returns them, and the body of their offer, of at most `max_body` bytes.
         """
-        memory, numbers = self._kind(), self._buffer_numbers
-        if shadow or dtype is not None:
-            buffers: RegisteredBuffers = register_shadow(
-                pairs, memory=memory, numbers=numbers, regions=regions, dtype=dtype
-            )
-        else:
-            buffers = register(
-                pairs, memory=memory, numbers=numbers, regions=regions, gpu=self._gpu_kind
-            )
+        copies = shadow or dtype is not None
+        ways = ways_of(share, copies)
+        if not _any_of_gpu(placed):
+            ways = ways_of(None, copies)
+        buffers = self._by_one_of(ways, pairs, regions, dtype)
+        self._note_via(buffers)
         body = encode_body(OfferBody(buffers.buffers))
         if len(body) > max_body:
             buffers.close()
@@ -97,6 +102,46 @@ class Registry:
                 f" limits.max-body-bytes is {max_body}: register them in several calls, or raise it"
             )
         return buffers, body
+
+    def _by_one_of(
+        self, ways: list[Share], pairs: NamedTensors, regions: Pieces | None, dtype: Dtypes | None
+    ) -> RegisteredBuffers:
+        """Registers by the first way that works; says which, and why not by the ones before."""
+        reasons: list[str] = []
+        while True:
+            way = ways[len(reasons)]
+            try:
+                buffers = self._by(way, pairs, regions, dtype)
+            except (NotSharedError, GpuMemoryError) as error:
+                reasons.append(str(error))
+                if len(reasons) == len(ways):
+                    raise
+                continue
+            if reasons:
+                log.warning(
+                    "tensors of a GPU go by %s (share=%r says how): %s",
+                    ", ".join(buffers.via),
+                    way.value,
+                    "; ".join(reasons),
+                )
+            return buffers
+
+    def _by(
+        self, way: Share, pairs: NamedTensors, regions: Pieces | None, dtype: Dtypes | None
+    ) -> RegisteredBuffers:
+        memory, numbers = self._kind(), self._buffer_numbers
+        if way is Share.IPC:
+            return register(
+                pairs, memory=memory, numbers=numbers, regions=regions, gpu=self._gpu_kind
+            )
+        return register_shadow(
+            pairs,
+            memory=memory,
+            numbers=numbers,
+            regions=regions,
+            dtype=dtype,
+            beside=self._staging_kind if way is Share.STAGING else None,
+        )
 
     def fill(self) -> None:
         """Copies the tensors that have shadows into them; nobody may read these meanwhile.
@@ -118,9 +163,22 @@ class Registry:
             SharedMemoryError, GpuMemoryError: There is not enough room.
         """
         number = next(self._buffer_numbers)
-        if ordinal is not None:
-            return number, self._gpu_kind().allocate(nbytes, number, ordinal)
-        return number, self._kind().allocate(nbytes, number)
+        if ordinal is None:
+            memory: ExportedMemory = self._kind().allocate(nbytes, number)
+        else:
+            memory = self._of_gpu(nbytes, number, ordinal)
+        self._via[number] = way_of(memory.handle, copied=False)
+        return number, memory
+
+    def _of_gpu(self, nbytes: int, number: int, ordinal: int) -> ExportedMemory:
+        """Makes memory of a GPU: of torch's, or where that cannot be shared, of the driver's."""
+        try:
+            return self._gpu_kind().allocate(nbytes, number, ordinal)
+        except GpuMemoryError as error:
+            try:
+                return self._staging_kind(ordinal).allocate(nbytes, number)
+            except GpuMemoryError:
+                raise error from None
 
     def number(self) -> int:
         """Returns the number of a new buffer that has no memory."""
@@ -137,6 +195,11 @@ class Registry:
         if self._gpu is None:
             self._gpu = CudaMemory(self._instance)
         return self._gpu
+
+    def _staging_kind(self, ordinal: int) -> MemoryKind:
+        from .staging import StagingMemory
+
+        return StagingMemory(self._gpu_kind(), ordinal)
 
     def written(self) -> None:
         """What this thread's streams were told so far is part of what workers read next."""
@@ -197,6 +260,12 @@ class Registry:
     def renew(self, buffers: RegisteredBuffers) -> None:
         """Moves them into new memory; see `RegisteredBuffers.renew`. Not under a lock."""
         self.former.update(buffers.renew(self._kind(), self._buffer_numbers, self._gpu_kind))
+        self._note_via(buffers)
+
+    def _note_via(self, buffers: RegisteredBuffers) -> None:
+        for buffer in buffers.buffers:
+            if buffer.handle is not None:
+                self._via[buffer.number] = way_of(buffer.handle, buffers.shadows)
 
     def drop_closed(self) -> None:
         """What its user has closed, and not unregistered, is part of no round any more."""
@@ -271,6 +340,8 @@ class Registry:
     def retired(self, numbers: Iterable[int]) -> None:
         """Nobody has these mapped any more."""
         numbers = set(numbers)
+        for number in numbers:
+            self._via.pop(number, None)
         self._retired |= numbers
         self.former -= numbers
 
@@ -294,3 +365,7 @@ class Registry:
             if number in self._denied:
                 raise RefusedError(self._denied[number], Code.LEASED.value)
         return numbers - self._retired
+
+
+def _any_of_gpu(placed: Iterable[Placed]) -> bool:
+    return any(each.device.type == "cuda" for each in placed)

@@ -69,6 +69,8 @@ class RoundResult:
         left_out: Replicas that were incomplete or silent when the round began, by name, and why.
             They are no part of it, and of its outcome: they get a later one.
         nbytes: Bytes of all batches.
+        via: How those of each rank travelled: `ipc`, `staging` (copied on the rank's GPU, then by
+            IPC), `shm`.
         opening_s: Seconds from the first rank's opening to the admission.
         staging_s: From there to the decision: prepare hooks and copies.
         committing_s: From there to the end: commit hooks.
@@ -85,6 +87,7 @@ class RoundResult:
         self.receivers: dict[str, ReceiverOutcome] = {o.name: o for o in outcomes}
         self.left_out: dict[str, ReplicaResult] = {r.replica: r for r in record.left_out}
         self.nbytes = record.nbytes
+        self.via = {source.rank: tuple(source.via) for source in record.sources}
         self.opening_s = record.opening_us / 1e6
         self.staging_s = record.staging_us / 1e6
         self.committing_s = record.committing_us / 1e6

@@ -1,8 +1,8 @@
-"""Shadows: copies of a trainer's tensors in shared memory, made anew at each publish.
+"""Shadows: copies of a trainer's tensors that workers can map, made anew at each publish.
 
-The tensors themselves stay where they are, in the trainer's own memory, on any device and in any
-layout; workers read the shadow, which may have another dtype. So the tensors may be written as soon
-as the shadow is filled.
+They lie in shared memory, or in staging memory of the tensors' own GPU. The tensors themselves stay
+where they are, in the trainer's own memory, on any device and in any layout; workers read the
+shadow, which may have another dtype. So the tensors may be written as soon as the shadow is filled.
 """
 
 from __future__ import annotations
@@ -28,9 +28,18 @@ Dtypes = torch.dtype | Mapping[str, torch.dtype] | Callable[[str], torch.dtype |
 """The dtype of all tensors, or of each by its name; what a mapping lacks, or a function returns
 None for, keeps its own."""
 
+Beside = Callable[[int], MemoryKind] | None
+"""Gives memory of a GPU for the shadows of what lies there; None: they go where all others do."""
+
+
+# What torch's stubs do not say.
+_copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = getattr(  # noqa: B009
+    torch, "_foreach_copy_"
+)
+
 
 class _Copied(Struct):
-    """A box of an original, and the tensor in shared memory that it is copied into."""
+    """A box of an original, and the tensor in its shadow that it is copied into."""
 
     placed: Placed
     dtype: torch.dtype
@@ -49,8 +58,10 @@ class ShadowBuffers(RegisteredBuffers):
         placed: list[Placed],
         copied: list[_Copied],
         dtypes: dict[str, torch.dtype],
+        beside: Beside,
     ) -> None:
         super().__init__(buffers, memory, placed)
+        self._beside = beside
         self._copied = copied
         self._dtypes = dtypes
 
@@ -61,7 +72,7 @@ class ShadowBuffers(RegisteredBuffers):
     def _made_anew(
         self, memory: MemoryKind, numbers: Iterator[int], gpu: Gpu
     ) -> tuple[list[Buffer], list[ExportedMemory]]:
-        return _make(self._copied, self._placed, self._dtypes, memory, numbers)
+        return _make(self._copied, self._placed, self._dtypes, memory, numbers, self._beside)
 
     @property
     def shadows(self) -> bool:
@@ -101,18 +112,28 @@ class ShadowBuffers(RegisteredBuffers):
                 # Another thread's stream may have written them.
                 torch.accelerator.synchronize(device)
         runs: list[Run] = []
+        fused: list[tuple[torch.Tensor, torch.Tensor]] = []
         # In inference mode, since tensors made in it are read as well.
         with torch.inference_mode():
             for copied in copied_now:
                 source, target = copied.placed.box(), copied.target
                 assert target is not None
                 same = source.dtype == target.dtype and source.device == target.device
-                if same and source.is_contiguous():
+                if same and source.is_contiguous() and source.is_cuda:
+                    fused.append((_flat(target), _flat(source)))
+                elif same and source.is_contiguous():
                     nbytes = source.numel() * source.element_size()
                     runs.append(Run(target.data_ptr(), source.data_ptr(), nbytes))
                 else:
                     convert(target, source)
+            if fused:
+                _copy_on_devices(fused)
             copy_runs(runs)
+        for memory in {memory.device: memory for memory in self._memory}.values():
+            if memory.device.type != "cpu":
+                memory.written()
+                # The originals may be written as soon as this returns, by any stream.
+                torch.accelerator.current_stream(memory.device).synchronize()
 
     def close(self) -> None:
         """See `RegisteredBuffers.close`; the originals have nothing to do with it."""
@@ -127,6 +148,7 @@ def register_shadow(
     numbers: Iterator[int],
     regions: Pieces | None = None,
     dtype: Dtypes | None = None,
+    beside: Beside = None,
 ) -> ShadowBuffers:
     """Makes shadows of tensors, which stay where they are; nothing is copied before `fill`.
 
@@ -139,10 +161,11 @@ def register_shadow(
         numbers: Gives the number of each new buffer.
         regions: For plain tensors that are pieces of larger ones.
         dtype: The dtypes of the shadows; None: each tensor's own.
+        beside: Gives the memory for shadows of tensors of a GPU.
 
     Raises:
         ExportError: A tensor cannot be copied, or not converted; its name, why, and the way out.
-        SharedMemoryError: There is not enough room; nothing is left behind.
+        SharedMemoryError, GpuMemoryError: There is not enough room; nothing is left behind.
     """
     placed = place(named_tensors, regions, ExportError)
     dtypes = _dtypes_of(placed, dtype)
@@ -158,8 +181,8 @@ def register_shadow(
         else:
             copied[key] = _Copied(tensor, target, [])
     every = list(copied.values())
-    buffers, exported = _make(every, placed, dtypes, memory, numbers)
-    return ShadowBuffers(buffers, exported, placed, every, dtypes)
+    buffers, exported = _make(every, placed, dtypes, memory, numbers, beside)
+    return ShadowBuffers(buffers, exported, placed, every, dtypes, beside)
 
 
 def _make(
@@ -168,20 +191,19 @@ def _make(
     dtypes: dict[str, torch.dtype],
     memory: MemoryKind,
     numbers: Iterator[int],
+    beside: Beside,
 ) -> tuple[list[Buffer], list[ExportedMemory]]:
     """Makes the memory of the shadows and sets their targets, of all or none; nothing is copied."""
     exported: list[ExportedMemory] = []
     buffers: list[Buffer] = []
     targets: list[tuple[_Copied, torch.Tensor]] = []
     try:
-        for group, nbytes in pack(each.placed.region.count * each.dtype.itemsize for each in every):
+        for kind, group, nbytes in _packed(every, memory, beside):
             number = next(numbers)
-            told = [every[index].placed.name for index, _ in group]
-            segment = allocate_for(told, memory, nbytes, number)
+            segment = allocate_for([each.placed.name for each, _ in group], kind, nbytes, number)
             exported.append(segment)
             entries: list[TensorEntry] = []
-            for index, offset in group:
-                each = every[index]
+            for each, offset in group:
                 targets.append((each, _tensor_in(segment, offset, each)))
                 name = str(each.dtype).removeprefix("torch.")
                 entries.append(entry_of(each.placed, offset, None, name))
@@ -197,6 +219,34 @@ def _make(
     for each, target in targets:
         each.target = target
     return buffers, exported
+
+
+def _packed(
+    every: list[_Copied], memory: MemoryKind, beside: Beside
+) -> Iterator[tuple[MemoryKind, list[tuple[_Copied, int]], int]]:
+    """Yields of each segment where it is to be, what lies in it at which offset, and its bytes."""
+    groups: dict[int | None, list[_Copied]] = {}
+    for each in every:
+        device = each.placed.device
+        ordinal = device.index if beside is not None and device.type == "cuda" else None
+        groups.setdefault(ordinal, []).append(each)
+    for ordinal, members in groups.items():
+        kind = memory if ordinal is None or beside is None else beside(ordinal)
+        sizes = [each.placed.region.count * each.dtype.itemsize for each in members]
+        for group, nbytes in pack(sizes):
+            yield kind, [(members[index], offset) for index, offset in group], nbytes
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a contiguous tensor: not every dtype has a copy kernel."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _copy_on_devices(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies the second of each pair into the first, by few calls for each device."""
+    for device in {target.device for target, _ in pairs}:
+        here = [pair for pair in pairs if pair[0].device == device]
+        _copy_all([target for target, _ in here], [source for _, source in here])
 
 
 def _dtypes_of(placed: list[Placed], given: Dtypes | None) -> dict[str, torch.dtype]:
@@ -261,5 +311,6 @@ def _check_as_placed(placed: Placed) -> None:
 def _tensor_in(segment: ExportedMemory, offset: int, copied: _Copied) -> torch.Tensor:
     shape = copied.placed.region.length
     nbytes = prod(shape) * copied.dtype.itemsize
-    raw = torch.empty(0, dtype=torch.uint8).set_(segment.storage(offset, nbytes))
+    raw = torch.empty(0, dtype=torch.uint8, device=segment.device)
+    raw.set_(segment.storage(offset, nbytes))
     return raw.view(copied.dtype).view(shape)

@@ -21,11 +21,12 @@ from msgspec import Struct, field
 
 from ..protocol.tables import Buffer, TensorEntry
 from .copying import Run, copy_runs
-from .errors import ExportError, SharedMemoryError
+from .errors import ExportError, GpuMemoryError, NotSharedError, SharedMemoryError
 from .mappings import process_mappings
 from .memory import ExportedMemory, MemoryKind
 from .pieces import Pieces
 from .placement import NamedTensors, Placed, holds_pieces, place
+from .sharing import way_of
 
 if TYPE_CHECKING:
     from .cuda import CudaMemory
@@ -138,6 +139,12 @@ class RegisteredBuffers:
     def shadows(self) -> bool:
         """Whether workers read copies, made by `fill`, and not the tensors themselves."""
         return False
+
+    @property
+    def via(self) -> tuple[str, ...]:
+        """How their bytes travel: `ipc`, `staging` (copied on their GPU at each publish), `shm`."""
+        handles = [buffer.handle for buffer in self.buffers if buffer.handle is not None]
+        return tuple(sorted({way_of(handle, self.shadows) for handle in handles}))
 
     def check(self) -> None:
         """Raises `ExportError`, naming the tensor, if what workers would read is not the tensor.
@@ -287,7 +294,12 @@ def _export(
     """Exports storages of GPUs where they are: a buffer for each allocation that they lie in."""
     from .cuda import extents, not_shared
     from .cuda_driver import CudaError
+    from .cuda_reasons import COPIES, without_ipc
 
+    for ordinal, first in {each.storage.device.index: each for each in reversed(every)}.items():
+        if reason := without_ipc(ordinal):
+            name = first.placed[0].name
+            raise NotSharedError(name, f"is on a GPU without CUDA IPC: {reason}; {COPIES}")
     groups: dict[tuple[int, Extent], list[_Storage]] = {}
     where = extents([each.storage for each in every], every[0].placed[0].name)
     for each, key in zip(every, where, strict=True):
@@ -297,7 +309,8 @@ def _export(
         try:
             memory = gpu.export(number, ordinal, extent, [each.storage for each in group])
         except CudaError as error:
-            raise not_shared(group[0].placed[0].name, error) from None
+            address = group[0].storage.data_ptr()
+            raise not_shared(group[0].placed[0].name, error, ordinal, address) from None
         exported.append(memory)
         entries = [
             _shifted(entry, each.storage.data_ptr() - memory.address)
@@ -330,12 +343,15 @@ def allocate_for(
     """Returns memory for tensors of these names.
 
     Raises:
-        SharedMemoryError: It could not be had; names them.
+        SharedMemoryError, GpuMemoryError: It could not be had; names them.
     """
     try:
         return memory.allocate(nbytes, number)
     except SharedMemoryError as error:
         raise error.naming(names) from error
+    except GpuMemoryError as error:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise GpuMemoryError(f"tensor {names[0]!r}{more}: {error}") from error
 
 
 def check_own(placed: Placed) -> None:

@@ -119,7 +119,7 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
         core = TrainerCore(me, rank, world_size, group, chosen or Distribution.COLOCATED)
         # The session has begun, or the user has chosen: the distribution cannot change any more.
         self._fixed = chosen is not None
-        self._registry = Registry(me.instance, None if shm_dir is None else Path(shm_dir))
+        self._registry = Registry(me.instance, None if shm_dir is None else Path(shm_dir), core.via)
         self._sent_before = {}
         self._ring = RingMemory(ring or RingOptions(), self._registry.allocate)
         self._handles: dict[int, RoundHandle] = {}

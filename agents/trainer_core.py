@@ -101,6 +101,8 @@ class TrainerLease(Struct):
     released: bool = False
     # The broker said so, and does not count it in the window; it says so again after each Hello.
     stuck: bool = False
+    # How its bytes travel.
+    via: list[str] = field(default_factory=list)
 
 
 class Call(Struct):
@@ -154,6 +156,7 @@ class OfferNote(Struct):
     buffers: list[int]
     nbytes: int
     body: bytes
+    via: list[str]
 
 
 class TrainerState(Struct):
@@ -202,6 +205,9 @@ class TrainerCore(Core):
         self.world_size = world_size
         self.distribution = distribution
         self.state = TrainerState(group)
+        # How the bytes of each buffer travel; those of which it is not said are not in it.
+        self.via: dict[int, str] = {}
+        self._last_via: tuple[list[int], list[str]] = ([], [])
 
     # ------------------------------------------------------------ sessions
 
@@ -234,7 +240,7 @@ class TrainerCore(Core):
         for lease in call.leases.values():
             lease.stuck = False
         notes = [
-            LeaseNote(x.seq, x.buffers, x.registered, x.nbytes, x.released, x.proofs)
+            LeaseNote(x.seq, x.buffers, x.registered, x.nbytes, x.released, x.proofs, x.via)
             for x in call.leases.values()
         ]
         void = call.void and not call.voided
@@ -329,7 +335,9 @@ class TrainerCore(Core):
             )
             raise RefusedError(text, Code.WINDOW.value)
         seq = len(entry.leases)
-        lease = TrainerLease(seq, buffers, registered, nbytes, body, list(proofs))
+        lease = TrainerLease(
+            seq, buffers, registered, nbytes, body, list(proofs), via=self._via_of(buffers)
+        )
         entry.leases[seq] = entry.held[seq] = lease
         if last:
             entry.total = seq + 1
@@ -377,7 +385,8 @@ class TrainerCore(Core):
 
     def offer(self, number: int, buffers: list[int], nbytes: int, body: bytes) -> None:
         """Offers registered buffers to all workers of the channel, now and later."""
-        offer = self.state.offers[number] = OfferNote(number, buffers, nbytes, body)
+        via = self._via_of(buffers)
+        offer = self.state.offers[number] = OfferNote(number, buffers, nbytes, body, via)
         self._post_offer(offer)
 
     def retire(self, buffers: list[int]) -> None:
@@ -408,7 +417,7 @@ class TrainerCore(Core):
         ]
 
     def _post_offer(self, offer: OfferNote) -> None:
-        message = m.Offer(self.session.number, offer.number, offer.buffers, offer.nbytes)
+        message = m.Offer(self.session.number, offer.number, offer.buffers, offer.nbytes, offer.via)
         self.post(message, offer.body)
 
     def _post_batch(self, call: Call, lease: TrainerLease) -> None:
@@ -422,8 +431,16 @@ class TrainerCore(Core):
             lease.nbytes,
             total,
             lease.proofs,
+            lease.via,
         )
         self.post(message, lease.body)
+
+    def _via_of(self, buffers: list[int]) -> list[str]:
+        """Returns how the bytes of these travel; at once where they are the same list again."""
+        if self._last_via[0] is not buffers:
+            ways = {self.via[number] for number in buffers if number in self.via}
+            self._last_via = buffers, sorted(ways)
+        return self._last_via[1]
 
     # ------------------------------------------------------------ what the broker says
 

@@ -67,6 +67,9 @@ class AgentStatus(Struct):
     software: str
     doubt: str = ""
     """Of a worker that was put out of a round and has not said what it wrote: which round."""
+    via: list[str] = []
+    """Of a trainer: how the bytes of what it offers and of its last batch travel: `ipc`, `staging`
+    (a copy beside the tensors, by IPC), `shm`."""
 
 
 class GroupStatus(Struct):
@@ -391,7 +394,15 @@ def _agent(state: State, peer: Peer, place: int, now: float) -> AgentStatus:
         max(0.0, now - peer.heard),
         peer.software,
         _doubt(state, peer),
+        _via(peer),
     )
+
+
+def _via(peer: Peer) -> list[str]:
+    trainer = peer.trainer
+    if trainer is None:
+        return []
+    return sorted({*trainer.via, *(way for of in trainer.offers.values() for way in of.via)})
 
 
 def _doubt(state: State, peer: Peer) -> str:

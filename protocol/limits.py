@@ -49,6 +49,8 @@ Job = Annotated[str, Meta(max_length=256)]
 Label = Annotated[str, Meta(min_length=1, max_length=128)]
 """A host or a device."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Ways = Annotated[list[Annotated[str, Meta(min_length=1, max_length=16)]], Meta(max_length=8)]
+"""How bytes travel: `ipc`, `staging`, `shm`, and words that later releases may add."""
 BufferNumbers = Annotated[list[Annotated[int, Meta(ge=0, le=2**53)]], Meta(max_length=65_536)]
 Digest = Annotated[bytes, Meta(min_length=8, max_length=8)]
 """One half of a digest; `docs/protocol.md` says how it is made of a tensor's bytes."""

@@ -30,6 +30,7 @@ from .limits import (
     SessionNumber,
     Text,
     VersionOrNone,
+    Ways,
     WorldSize,
 )
 from .records import (
@@ -126,6 +127,8 @@ class Batch(AgentMessage, frozen=True, tag="batch"):
     total: Count | None = None
     proofs: Proofs = field(default_factory=list)
     """In a verified round: one for each buffer. The broker keeps them from the workers."""
+    via: Ways = field(default_factory=list)
+    """How the bytes of its buffers travel; said in the result."""
 
 
 class Close(AgentMessage, frozen=True, tag="close"):
@@ -141,6 +144,8 @@ class Offer(AgentMessage, frozen=True, tag="offer"):
     number: Count
     buffers: BufferNumbers
     nbytes: Bytes
+    via: Ways = field(default_factory=list)
+    """How the bytes of its buffers travel; shown in the status."""
 
 
 class Retire(AgentMessage, frozen=True, tag="retire"):

@@ -24,6 +24,7 @@ from .limits import (
     Ticks,
     Version,
     VersionOrNone,
+    Ways,
     WorldSize,
 )
 
@@ -277,6 +278,13 @@ class ReplicaResult(Fields, frozen=True):
     reason: Text = ""
 
 
+class SourceResult(Fields, frozen=True):
+    """How what a rank has sent travelled."""
+
+    rank: Rank
+    via: Ways
+
+
 class RoundResult(Fields, frozen=True):
     """The end of a round; times in microseconds on the broker's monotonic clock."""
 
@@ -295,6 +303,8 @@ class RoundResult(Fields, frozen=True):
     """Why the round ended before its decision; None: it was decided."""
     left_out: list[ReplicaResult] = []
     """Replicas that were incomplete or silent when the receivers were fixed: no part of it."""
+    sources: list[SourceResult] = []
+    """Each rank that has said how its batches travel."""
 
 
 class LeaseNote(Fields, frozen=True):
@@ -306,6 +316,7 @@ class LeaseNote(Fields, frozen=True):
     nbytes: Bytes
     released: bool
     proofs: Proofs = []
+    via: Ways = []
 
 
 class TrainerRound(Fields, frozen=True):

@@ -95,6 +95,10 @@ SCENARIOS = {
         Part("cast_worker.py", r"torch\.float16 \[3\.0\]", ranks=2),
     ],
     "gpu": [Part("gpu_trainer.py", COMMITTED), Part("gpu_worker.py", r"at version 3 3\.0")],
+    "another way": [
+        Part("staged_trainer.py", r"\{0: \('(ipc|staging)',\)\}"),
+        Part("gpu_worker.py", r"at version 3 3\.0"),
+    ],
     "asyncio": [Part("async_trainer.py", ""), Part("async_worker.py", r"version 3 3\.0")],
     "ring": [Part("ring_trainer.py", "4 slots, 64 MiB"), Part("ring_worker.py", "at version 3")],
     "callback": [
@@ -138,7 +142,11 @@ def spawn() -> Iterator[Spawn]:
 
 @pytest.mark.program
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.gpu] * (each == "gpu")) for each in SCENARIOS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.gpu] * any("gpu_" in part.program for part in parts))
+        for name, parts in SCENARIOS.items()
+    ],
 )
 def test_the_programs_do_together_what_they_say(
     name: str, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

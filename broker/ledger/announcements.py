@@ -159,6 +159,7 @@ def _noted_lease(
         arrived=arrived,
         at=book.now,
         proofs=note.proofs,
+        via=note.via,
     )
 
 

@@ -30,7 +30,9 @@ def on_offer(book: Book, peer: Peer, message: m.Offer, body: bytes) -> None:
         )
         book.end_session(peer, Code.BROKER_FULL, text)
         return
-    trainer.offers[message.number] = OfferEntry(list(message.buffers), message.nbytes, body)
+    trainer.offers[message.number] = OfferEntry(
+        list(message.buffers), message.nbytes, body, message.via
+    )
     channel = book.channel(peer.channel)
     for replica in channel.replicas.values():
         for instance in replica.members.values():

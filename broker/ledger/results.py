@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ...protocol.records import Code, Fate, Outcome, ReceiverResult, ReplicaResult, RoundResult
+from ...protocol.records import (
+    Code,
+    Fate,
+    Outcome,
+    ReceiverResult,
+    ReplicaResult,
+    RoundResult,
+    SourceResult,
+)
 from . import leases
 from .book import Book, cut
 from .state import Channel, Receiver, ReceiverState, Round
@@ -51,7 +59,16 @@ def build_result(
         _us(rnd.decided_at, rnd.finished_at),
         code,
         rnd.left_out,
+        _sources(rnd),
     )
+
+
+def _sources(rnd: Round) -> list[SourceResult]:
+    found: dict[int, set[str]] = {}
+    for lease in rnd.leases.values():
+        if lease.via:
+            found.setdefault(lease.rank, set()).update(lease.via)
+    return [SourceResult(rank, sorted(via)) for rank, via in sorted(found.items())]
 
 
 def _receiver_result(rnd: Round, receiver: Receiver) -> ReceiverResult:

@@ -186,10 +186,12 @@ def on_batch(book: Book, peer: Peer, message: m.Batch, body: bytes | None) -> No
             arrived=False,
             at=book.now,
             proofs=message.proofs,
+            via=message.via,
         )
         rnd.leases[(number, message.seq)] = lease
         rank.outstanding += 1
     lease.arrived = True
+    peer.trainer.via = message.via
     rank.received += 1
     if lease.state is LeaseState.RELEASED:
         # Of a restored round, and everyone had staged it: its body is not wanted any more, but the

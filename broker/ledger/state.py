@@ -170,12 +170,15 @@ class Trainer(Struct):
     offers: dict[int, OfferEntry] = field(default_factory=dict)
     # Buffers to be retired once nobody has them mapped.
     retiring: set[int] = field(default_factory=set)
+    # How the bytes of its last batch travel.
+    via: list[str] = field(default_factory=list)
 
 
 class OfferEntry(Struct):
     buffers: list[int]
     nbytes: int
     body: bytes
+    via: list[str] = field(default_factory=list)
 
 
 class Announced(Struct):
@@ -279,6 +282,8 @@ class Lease(Struct, gc=False):
     released_at: float = 0.0
     # What a receiver that has read its buffers can say of them, in a verified round.
     proofs: list[Proof] = field(default_factory=list)
+    # How its bytes travel, as its trainer says.
+    via: list[str] = field(default_factory=list)
 
 
 class Receiver(Struct, gc=False):

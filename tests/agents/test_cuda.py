@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -239,35 +238,6 @@ def test_many_rounds_with_workers_that_are_killed_leave_the_memory_as_it_was(
     sys.stdout.write(f"free after each round, MiB: {[u // MIB for u in used]}\n")
     # What a new process's context takes comes and goes; a leak of 64 MiB a round would show.
     assert used[-1] > used[5] - 64 * MIB * (rounds // 10)
-
-
-EXPANDABLE = """
-import sys, torch
-from tensorlease.agents import TrainerAgent, ExportError
-with TrainerAgent("policy", endpoint=sys.argv[1]) as trainer:
-    w = torch.ones(3 * 2**20, device="cuda")
-    try:
-        trainer.register({"layer.w": w})
-    except ExportError as error:
-        print(error)
-    trainer.register({"layer.w": w}, shadow=True)
-    print("shadow")
-"""
-
-
-def test_memory_that_cannot_be_shared_is_named_with_the_way_out(broker: Threaded, url: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", EXPANDABLE, url],
-        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    said, shadow = done.stdout.splitlines()
-    assert said.startswith("tensor 'layer.w' lies in GPU memory that CUDA IPC cannot share (")
-    assert "expandable segments" in said and "shadow=True" in said
-    assert shadow == "shadow"
 
 
 def test_a_tensor_of_an_allocation_in_which_others_are_registered_is_its_own(

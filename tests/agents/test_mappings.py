@@ -84,9 +84,13 @@ def test_a_handle_of_a_kind_that_cannot_be_opened_here_is_refused() -> None:
     uuid = "0a1b2c3d-0000-1111-2222-0123456789ab"
     with pytest.raises(MappingError, match="format 9, and this agent knows 1"):
         Mappings().map("t", 1, CudaIpcHandle(9, uuid, b"x", 64, 0, b"e"))
+    with pytest.raises(MappingError, match="memory has 1 bytes, and those of format 1 have 64"):
+        Mappings().map("t", 1, CudaIpcHandle(1, uuid, b"x", 64, 0, bytes(64)))
+    with pytest.raises(MappingError, match="event has 66 bytes, and those of format 1 have 64"):
+        Mappings().map("t", 1, CudaIpcHandle(1, uuid, bytes(64), 64, 0, bytes(66)))
     if not torch.cuda.is_available():
         with pytest.raises(MappingError, match=f"are on GPU {uuid}, and this process has no CUDA"):
-            Mappings().map("t", 1, CudaIpcHandle(1, uuid, b"x", 64, 0, b"e"))
+            Mappings().map("t", 1, CudaIpcHandle(1, uuid, bytes(64), 64, 0, bytes(64)))
 
 
 def test_a_process_has_one_set_of_mappings() -> None:

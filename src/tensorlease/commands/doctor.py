@@ -18,7 +18,7 @@ from tensorlease.protocol.endpoint import Endpoint, candidates
 from tensorlease.protocol.errors import DeadlineError, RefusedError, TensorleaseError
 from tensorlease.protocol.segments import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE
 
-from . import facts, findings
+from . import facts, findings, gpus
 from .findings import Finding, Level
 from .query import Asker, NowhereError, broker_options, find
 from .status import say
@@ -85,11 +85,11 @@ def look(endpoint: str, job: str, timeout_s: float) -> Iterator[Finding]:
     if running.seen is not None:
         yield from _agents(running.seen, shm, versions)
     has_torch = versions["torch"] is not None
-    gpus = facts.gpus() if has_torch else []
+    seen = gpus.look() if has_torch else gpus.Seen()
     if has_torch:
-        yield findings.gpus(gpus)
+        yield from gpus.findings(seen)
     yield _trip(running, has_torch)
-    if gpus:
+    if seen.gpus:
         yield _trip(running, has_torch, "cuda:0")
 
 

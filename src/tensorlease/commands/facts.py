@@ -31,14 +31,6 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def gpus() -> list[str]:
-    """What torch calls each GPU that it sees."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [f"cuda:{n} {torch.cuda.get_device_name(n)}" for n in range(count)]
-
-
 def directory_of(endpoint: Endpoint) -> Directory | None:
     """The directory of a socket; None: there is none."""
     try:

@@ -124,13 +124,6 @@ def shared_memory(shm: Shm) -> Finding:
     return Finding(name, Level.OK, text)
 
 
-def gpus(names: Collection[str]) -> Finding:
-    """Which GPUs torch sees."""
-    if not names:
-        return Finding("GPUs", Level.OK, "torch sees none: tensors go through shared memory")
-    return Finding("GPUs", Level.OK, ", ".join(names))
-
-
 def shared_with(same: int, other: Collection[str], unseen: int) -> Finding:
     """Whether the agents of the running broker see the same shared memory as this process.
 

@@ -109,18 +109,19 @@ def _counted(counters: Counters) -> str:
 
 
 def _show_channel(channel: ChannelStatus, console: Console) -> None:
-    agents = table("agent", "pid", "device", "state", "heard", "version", "ready")
+    agents = table("agent", "pid", "device", "via", "state", "heard", "version", "ready")
     group = channel.group
     for rank in group.ranks if group is not None else ():
         name = f"trainer rank {rank.place}"
         heard = f"{rank.heard_s:.1f} s"
-        row(agents, name, rank.pid, rank.device, rank.state, heard, "", "")
+        via = ", ".join(rank.via)
+        row(agents, name, rank.pid, rank.device, via, rank.state, heard, "", "")
     for replica in channel.replicas:
         ready = "yes" if replica.ready else f"no: {replica.reason}"
         for worker in replica.members:
             name = f"worker {replica.replica}/{worker.place}"
             heard = f"{worker.heard_s:.1f} s"
-            cells = (worker.pid, worker.device, worker.state, heard, version_of(replica), ready)
+            cells = (worker.pid, worker.device, "", worker.state, heard, version_of(replica), ready)
             row(agents, name, *cells)
     if agents.row_count:
         console.print(agents)

@@ -199,6 +199,7 @@ class Rank(Agent):
                 8,
                 total,
                 lease.proofs,
+                lease.via,
             )
             self.say(again, b"table")
 
@@ -248,18 +249,19 @@ class Rank(Agent):
         body: bytes = b"table",
         call: int | None = None,
         proofs: Sequence[Proof] = (),
+        via: Sequence[str] = (),
     ) -> None:
         """A batch of 8 bytes; a ring batch unless it is `registered`."""
-        said = list(proofs)
+        said, ways = list(proofs), list(via)
         call = self.call if call is None else call
         numbers = [seq] if buffers is None else list(buffers)
         if call in self.calls:
             opening = self.calls[call]
             known = opening.leases.get(seq)
             released = known is not None and known.released
-            opening.leases[seq] = LeaseNote(seq, numbers, registered, 8, released, said)
+            opening.leases[seq] = LeaseNote(seq, numbers, registered, 8, released, said, ways)
             opening.total = total if total is not None else opening.total
-        message = m.Batch(self.session, call, seq, numbers, registered, 8, total, said)
+        message = m.Batch(self.session, call, seq, numbers, registered, 8, total, said, ways)
         self.say(message, body)
 
     def close(self, total: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tensorlease.broker.ledger import Settings
 from tensorlease.broker.ledger import effects as fx
 from tensorlease.protocol import messages as m
-from tensorlease.protocol.records import Outcome
+from tensorlease.protocol.records import Outcome, SourceResult
 
 from .harness import Desk
 
@@ -134,3 +134,31 @@ def test_a_round_that_committed_is_no_report(desk: Desk) -> None:
     rank.publish(1)
     member.serves()
     assert desk.requests(fx.Report) == []
+
+
+def test_how_the_batches_of_each_rank_travelled_is_in_the_result(desk: Desk) -> None:
+    first, second, member = desk.trainer(0, 2), desk.trainer(1, 2), desk.worker("a")
+    for rank, ways in ((first, ["shm", "ipc"]), (second, ["staging"])):
+        rank.open(1)
+        for seq, way in enumerate(ways):
+            rank.batch(seq, total=len(ways), via=[way])
+    member.stages(0, rank=0)
+    member.stages(1, rank=0)
+    member.stages(0, rank=1, vote=True)
+    member.commits()
+    told = [SourceResult(0, ["ipc", "shm"]), SourceResult(1, ["staging"])]
+    assert first.result().sources == told
+
+
+def test_how_a_released_batch_travelled_is_known_after_a_restart(desk: Desk) -> None:
+    rank, member = desk.trainer(), desk.worker("a")
+    rank.open(1)
+    rank.batch(0, via=["ipc"])
+    rank.batch(1, total=2, via=["shm"])
+    member.stages(0)
+    desk.restart(rank, member)
+    rank.returns()
+    member.hello(round=member.inside((0, 0)))
+    member.stages(1, vote=True)
+    member.commits()
+    assert rank.result().sources == [SourceResult(0, ["ipc", "shm"])]
