@@ -134,16 +134,19 @@ class Child:
         os.kill(self.pid, signal.SIGKILL)
         self._process.join(LIMIT_S)
 
-    def end(self) -> None:
-        """Ends it, whatever it does."""
-        self._link.close()  # It ends by itself when it hears of that.
-        self._process.join(5)
+    def leave(self) -> None:
+        """It ends by itself when it hears that nobody tells it anything any more."""
+        self._link.close()
+
+    def ended(self, timeout: float) -> bool:
+        """Whether it has ended, or does within `timeout` seconds."""
+        self._process.join(timeout)
+        return not self._process.is_alive()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, if it still runs."""
         if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(LIMIT_S)
+            os.kill(self.pid, number)
 
 
 def _live(
@@ -202,13 +205,27 @@ def children() -> Iterator[Callable[..., Child]]:
     try:
         yield start
     finally:
-        for child in reversed(made):
-            child.end()
+        for child in made:
+            child.leave()
+        # Some wait for others, and hear it late.
+        for number, grace_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 2.0)):
+            deadline = time.monotonic() + grace_s
+            for child in made:
+                child.ended(max(0.0, deadline - time.monotonic()))
+            for child in made:
+                child.signal(number)
+        for child in made:
+            child.ended(LIMIT_S)
 
 
 def end_at_sigterm() -> None:
     """SIGTERM ends the program as an error would: what it has started is ended first."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Once is enough.
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def digest(tensor: torch.Tensor) -> str:
