@@ -170,6 +170,7 @@ class EpEngine:
     def _end(self) -> None:
         if self.phases and not self.phases[-1][1]:
             if self._device.type == "cuda":
+                # Else an old value could arrive on one stream after the new one on another.
                 torch.cuda.synchronize(self._device)
             self.phases[-1] = (self.phases[-1][0], time.perf_counter() - self._began)
 

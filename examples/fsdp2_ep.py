@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -90,34 +91,48 @@ def ray_session() -> Iterator[None]:
     """Has Ray run as long as the block."""
     import ray
 
-    here = str(Path(__file__).resolve().parent)
-    ray.init(
-        include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": here}}
-    )
+    # Its processes import these modules, too.
+    path = [
+        str(Path(__file__).resolve().parent),
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    ]
+    environ = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environ})
     try:
         yield
     finally:
         ray.shutdown()
 
 
-class Tally(Struct):
-    """What a variant took."""
+class Share(Struct):
+    """What one rank and its worker have moved in the last round, and the most that they held.
 
-    seconds: list[float]
-    """Of each round, from the first rank's beginning to the last rank's end."""
-    gathered: int = 0
-    """Bytes of one round, on the rank that has most of them: from other ranks."""
-    packed: int = 0
+    In bytes.
+    """
+
+    gathered: int
+    """From other ranks, to this one."""
+    packed: int
     """Into its ring."""
-    copied: int = 0
+    copied: int
     """By its worker."""
+    worker_peak: int
     rank_peak: int = 0
-    worker_peak: int = 0
 
     @property
     def moved(self) -> int:
         """All of them."""
         return self.gathered + self.packed + self.copied
+
+
+class Tally(Struct):
+    """What a variant took."""
+
+    seconds: list[float] = []
+    """Of each round: the rank that took longest."""
+    shares: list[Share] = []
+    """Of each rank."""
 
 
 class Example:
@@ -138,7 +153,7 @@ class Example:
 
     def run(self, variant: str) -> Tally:
         """Runs all rounds of a variant; returns what they took."""
-        tally = Tally([])
+        tally = Tally()
         options, ranks = self._options, self._ranks
         self._version = 0
         join = ranks.ask("open", variant)
@@ -154,7 +169,8 @@ class Example:
             self._failing(variant, Phase(phase))
         if options.kill_one:
             self._killing(variant)
-        tally.rank_peak = max(ranks.ask("peak")())
+        for share, peak in zip(tally.shares, ranks.ask("peak")(), strict=True):
+            share.rank_peak = peak
         for worker in self._workers:
             worker.tell("leave")
             expect(worker, "left")
@@ -257,15 +273,10 @@ class Example:
     def _tally(tally: Tally, found: tuple[list[RankReport], list[WorkerReport]]) -> None:
         told, reports = found
         tally.seconds.append(max(report.seconds for report in told))
-        most = max(zip(told, reports, strict=True), key=lambda pair: moved(*pair))
-        tally.gathered, tally.packed = most[0].gathered, most[0].packed
-        tally.copied = most[1].nbytes
-        tally.worker_peak = max(report.peak_bytes for report in reports)
-
-
-def moved(rank: RankReport, worker: WorkerReport) -> int:
-    """Bytes that one round moved to or at this rank and its worker."""
-    return rank.gathered + rank.packed + worker.nbytes
+        tally.shares = [
+            Share(rank.gathered, rank.packed, worker.nbytes, worker.peak_bytes)
+            for rank, worker in zip(told, reports, strict=True)
+        ]
 
 
 def expect(worker: Child, word: str) -> None:
@@ -285,25 +296,31 @@ def phases_of(reports: list[WorkerReport]) -> str:
 
 
 def summary(tallies: dict[str, Tally], device: str) -> str:
-    """Returns the table at the end."""
+    """Returns the table at the end; bytes are those of the last round."""
     kind = "device memory" if device == "cuda" else "resident memory"
-    rows = [("", *tallies)]
-    rows.append(
-        (
-            "a round, median ms",
-            *(f"{statistics.median(t.seconds) * 1e3:.1f}" for t in tallies.values()),
-        )
-    )
-    for text, field in (
-        ("MB from other ranks by gathering", "gathered"),
-        ("MB packed into the ring", "packed"),
-        ("MB copied by the worker", "copied"),
-        ("MB moved per rank", "moved"),
-        (f"MB peak of a rank ({kind})", "rank_peak"),
-        (f"MB peak of a worker ({kind})", "worker_peak"),
-    ):
-        rows.append((text, *(f"{getattr(t, field) / 1e6:.2f}" for t in tallies.values())))
+    medians = (f"{statistics.median(tally.seconds) * 1e3:.1f}" for tally in tallies.values())
+    rows: list[tuple[str, ...]] = [("", *tallies), ("a round, median ms", *medians)]
+    for rank in range(min(len(tally.shares) for tally in tallies.values())):
+        for text, field in (
+            ("MB gathered from other ranks", "gathered"),
+            ("MB packed into the ring", "packed"),
+            ("MB copied by its worker", "copied"),
+            ("MB moved", "moved"),
+            (f"MB peak, {kind}", "rank_peak"),
+            ("MB peak of its worker", "worker_peak"),
+        ):
+            values = (getattr(tally.shares[rank], field) for tally in tallies.values())
+            rows.append((f"rank {rank}: {text}", *(f"{value / 1e6:.2f}" for value in values)))
     return "\n".join(f"  {row[0]:38}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows)
+
+
+def pinned(pins: list[str], rank: int) -> dict[str, str]:
+    """Returns what has a rank's worker see the GPUs of all ranks, and its rank's own as cuda:0.
+
+    It works on that one alone, and pulls from the others.
+    """
+    others = [pin for place, pin in enumerate(pins) if place != rank]
+    return {"CUDA_VISIBLE_DEVICES": ",".join([pins[rank], *others])}
 
 
 def main(words: list[str] | None = None) -> int:
@@ -320,14 +337,20 @@ def main(words: list[str] | None = None) -> int:
         if gpus == 0:
             print("--device cuda: torch sees no GPU here", file=sys.stderr)
             return 2
+        if options.ray and gpus < options.ranks:
+            print(f"--ray: {options.ranks} ranks need a GPU each, {gpus} here", file=sys.stderr)
+            return 2
     alone = options.device == "cuda" and (options.ray or gpus >= options.ranks)
     variants = [GATHERED, UNGATHERED] if options.variant == "both" else [options.variant]
     tallies: dict[str, Tally] = {}
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(private_broker())
-        start = stack.enter_context(children())
         meeting = Path(url.removeprefix("ipc://")).parent / "ranks"
         meeting.mkdir()
+        # torch._dynamo, which fully_shard imports, makes a directory at once.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(meeting)
+        heavy = ("torch.distributed.fsdp", "torch._dynamo") if options.device == "cpu" else ()
+        start = stack.enter_context(children(*heavy))
         plan = RankPlan(
             size,
             options.ranks,
@@ -349,9 +372,7 @@ def main(words: list[str] | None = None) -> int:
         def start_worker(rank: int) -> Child:
             device, environ = options.device, None
             if pins:
-                # Its own is the first that it sees; it pulls from the others, and uses no more.
-                mine = [pins[rank], *(pin for pin in pins if pin != pins[rank])]
-                device, environ = "cuda:0", {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+                device, environ = "cuda:0", pinned(pins, rank)
             elif gpus:
                 device = f"cuda:{rank % gpus}"
             cache = CACHE_BYTES[options.device]
@@ -367,9 +388,10 @@ def main(words: list[str] | None = None) -> int:
     print(f"{options.model}, {options.ranks} ranks and workers, {options.device}, {plan.backend}")
     print(summary(tallies, options.device))
     if len(tallies) == 2:
-        share = tallies[UNGATHERED].moved / tallies[GATHERED].moved
-        print(f"ungathered moves {share:.2f} of the bytes per rank")
-        if share >= 1:
+        pairs = zip(tallies[UNGATHERED].shares, tallies[GATHERED].shares, strict=True)
+        ratios = [ours.moved / theirs.moved for ours, theirs in pairs]
+        print(f"ungathered moves {min(ratios):.2f} to {max(ratios):.2f} of the bytes per rank")
+        if max(ratios) >= 1:
             return 1
     print(f"OK: {options.rounds} rounds of {', '.join(variants)}: equal on all workers")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,11 +15,14 @@ from processes import Told, digest
 from torch import Tensor
 
 from tensorlease import RingOptions, RoundResult, TrainerAgent
+from tensorlease.agents.arguments import RoundOptions
 
 GATHERED, UNGATHERED = "gathered", "ungathered"
 SLOTS = 4
 SLOT_BYTES = 256 * 2**20
 """At most; no larger than the largest tensor."""
+LIMITS: RoundOptions = {"prepare_s": LIMIT_S, "stage_s": LIMIT_S, "commit_s": LIMIT_S}
+"""Weights of tens of GB take longer to go to the host and back than the broker's limits allow."""
 
 
 class RankPlan(Struct, frozen=True):
@@ -126,10 +128,10 @@ class Rank:
         self._came = packed = 0
         result: RoundResult | None
         if trainer.distribution.value == "assembled":
-            result = trainer.publish(version, timeout=LIMIT_S)
+            result = trainer.publish(version, timeout=LIMIT_S, **LIMITS)
             released = trainer.may_write()
         else:
-            with trainer.open_round(version, timeout=LIMIT_S, stage_s=LIMIT_S) as r:
+            with trainer.open_round(version, timeout=LIMIT_S, **LIMITS) as r:
                 r.send_all(self._whole())
             result, packed = r.result, r.nbytes
             released = trainer.ring.free == trainer.ring.slots
@@ -170,7 +172,6 @@ class Rank:
 
 def obey(told: Told, plan: RankPlan, rank: int, ordinal: int) -> None:
     """A process: a rank that does what it is told."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.dirname(plan.meeting.removeprefix("file://"))
     me = Rank(plan, rank, ordinal)
     told.say("ready")
     while True:

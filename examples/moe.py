@@ -155,7 +155,7 @@ def mesh_of(device: torch.device) -> DeviceMesh:
     """Returns all ranks in one row."""
     if through_host(device):
         assert dist.group.WORLD is not None
-        return DeviceMesh.from_group(dist.group.WORLD, "cuda")
+        return DeviceMesh.from_group(dist.group.WORLD, device.type)
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 

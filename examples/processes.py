@@ -6,7 +6,8 @@
         print(worker.hear())
 
 Processes are forked from one that has imported torch, which saves seconds each, and has never
-touched a GPU, so that each may use one. All of them end with the program.
+touched a GPU, so that each may use one. All of them end with the program. What some modules ask of
+a GPU while they are imported would end that: name to `children` only what does not.
 """
 
 from __future__ import annotations
@@ -89,9 +90,6 @@ class Child:
         self, name: str, environ: Mapping[str, str], function: Callable[..., None], args: tuple
     ) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed.fsdp", "torch._dynamo", "tensorlease.agents"]
-        )
         self.name = name
         self._link, theirs = context.Pipe()
         self._process = context.Process(
@@ -188,8 +186,14 @@ class Told:
 
 
 @contextlib.contextmanager
-def children() -> Iterator[Callable[..., Child]]:
-    """Gives the function that starts processes, and ends them all."""
+def children(*imported: str) -> Iterator[Callable[..., Child]]:
+    """Gives the function that starts processes, and ends them all.
+
+    Args:
+        imported: Modules that the process which they are forked from imports beside torch.
+    """
+    preload = ["torch", "tensorlease.agents", *imported]
+    mp.get_context("forkserver").set_forkserver_preload(preload)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     made: list[Child] = []
 

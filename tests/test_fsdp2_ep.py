@@ -9,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from .broker.raw_agents import eventually
+from .procs import spawning
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LIMIT_S = 100.0
@@ -81,13 +83,21 @@ def check_both(printed: str, ranks: int, *, killed: bool) -> None:
             r"^  (\S.{37}) +([\d.]+) +([\d.]+)$", printed, re.MULTILINE
         )
     }
-    moved = table["MB moved per rank"]
-    parts = ("MB from other ranks by gathering", "MB packed into the ring")
-    copied = table["MB copied by the worker"]
-    assert moved[0] == pytest.approx(sum(table[part][0] for part in parts) + copied[0], abs=0.03)
-    assert moved[1] == copied[1] == copied[0] < moved[0]
-    assert all(each > 0 for peak in table if "peak" in peak for each in table[peak])
-    assert re.search(r"^ungathered moves 0\.\d\d of the bytes per rank$", printed, re.MULTILINE)
+    for rank in range(ranks):
+        moved, copied = (
+            table[f"rank {rank}: MB moved"],
+            table[f"rank {rank}: MB copied by its worker"],
+        )
+        gathered, _ = table[f"rank {rank}: MB gathered from other ranks"]
+        packed, _ = table[f"rank {rank}: MB packed into the ring"]
+        assert gathered > 0 and packed > 0
+        assert moved[0] == pytest.approx(gathered + packed + copied[0], abs=0.03)
+        assert moved[1] == copied[1] == copied[0] < moved[0]
+    peaks = [table[name] for name in table if "peak" in name]
+    assert len(peaks) == 2 * ranks
+    assert all(both > 0 for peak in peaks for both in peak)
+    share = r"^ungathered moves 0\.\d\d to 0\.\d\d of the bytes per rank$"
+    assert re.search(share, printed, re.MULTILINE)
 
 
 def check_failures(printed: str) -> None:
@@ -202,6 +212,78 @@ def test_without_ray_it_says_how_to_get_it(
     assert "pip install ray" in capsys.readouterr().err
 
 
+def test_a_worker_beside_a_rank_of_ray_sees_the_reserved_gpus_its_own_first(example: Any) -> None:
+    pinned = example("fsdp2_ep").pinned
+    visible = [pinned(["5", "2", "7"], rank)["CUDA_VISIBLE_DEVICES"] for rank in range(3)]
+    assert visible == ["5,2,7", "2,5,7", "7,5,2"]
+
+
+@pytest.mark.program
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
+def test_ranks_that_are_actors_of_ray_hand_versions_over_both_ways(tmp_path: Path) -> None:
+    printed = fsdp2_ep(tmp_path, "--ray", "--ranks", "2", "--rounds", "1", "--kill-one")
+    check_both(printed, 2, killed=True)
+    assert "Ray has reserved the GPUs none" in printed
+
+
+def of_shapes_alone(directory: str) -> list[float]:
+    """In a child: what a model that is not trained has, before and after a step."""
+    import torch.distributed as dist
+    from msgspec.structs import replace
+
+    sys.path.insert(0, str(EXAMPLES))
+    moe = importlib.import_module("moe")
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    size = replace(moe.SIZES["tiny"], trains=False, dtype="bfloat16")
+    training = moe.Training(size, torch.device("cpu"), 0)
+    shapes = {name: tuple(whole.shape) for name, whole, _ in training.gathered()}
+    assert shapes == size.shapes()
+    before = {name: whole.clone() for name, whole, _ in training.gathered()}
+    assert all(bool(whole.any()) for whole in before.values())
+    training.step()
+    found = [float((whole - before[name]).float().mean()) for name, whole, _ in training.gathered()]
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_model_for_its_shapes_alone_has_random_values_that_a_step_changes(
+    tmp_path: Path,
+) -> None:
+    with spawning() as spawn:
+        changes = spawn(of_shapes_alone, str(tmp_path)).result(60.0)
+    assert all(change == pytest.approx(2**-6, rel=0.05) for change in changes)
+
+
+def through_the_host(directory: str, rank: int, ranks: int) -> list[bool]:
+    """In a child: whether what ranks that share a GPU gather is what `full_tensor` gives."""
+    import torch.distributed as dist
+
+    sys.path.insert(0, str(EXAMPLES))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    moe = importlib.import_module("moe")
+    meeting = f"file://{directory}/store"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    # As on a GPU: the mesh is made of the group that there is, and nothing is trained.
+    moe.__dict__["through_host"] = lambda device: True
+    training = moe.Training(moe.SIZES["tiny"], torch.device("cpu"), rank)
+    training.step()
+    whole = {name: tensor for name, tensor, _ in training.gathered()}
+    equal = [
+        torch.equal(whole[name], parameter.full_tensor())
+        for name, parameter in training.model.named_parameters()
+    ]
+    dist.destroy_process_group()
+    return equal
+
+
+def test_ranks_that_share_a_gpu_gather_through_the_host(tmp_path: Path) -> None:
+    with spawning() as spawn:
+        ranks = [spawn(through_the_host, str(tmp_path), rank, 3) for rank in range(3)]
+        for rank in ranks:
+            equal = rank.result(60.0)
+            assert len(equal) > 60 and all(equal)
+
+
 def test_workers_share_the_experts_out_and_all_have_what_is_dense(example: Any) -> None:
     size, engine = example("moe").SIZES["tiny"], example("ep_engine").EpEngine
     for ranks in (1, 3, 4):
@@ -240,7 +322,7 @@ def test_the_model_learns_and_every_tensor_gets_a_gradient(example: Any) -> None
     for _ in range(10):
         logits = model(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         # A rank that had none for some tensor would leave the others waiting.
         assert all(parameter.grad is not None for parameter in model.parameters())
         optimizer.step()
