@@ -99,6 +99,7 @@ def ray_session() -> Iterator[None]:
     environ = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environ})
+    end_at_sigterm()  # Ray has taken that over: the process would abort, and end nothing.
     try:
         yield
     finally:

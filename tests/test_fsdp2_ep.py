@@ -22,6 +22,7 @@ from .procs import spawning
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LIMIT_S = 100.0
+NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 PHASES = ["sleep level 1", "wake weights", "transfer", "wake KV cache", "scheduling"]
 AFTER_A_FAILURE = {
     "sleep level 1": "serving",
@@ -137,16 +138,22 @@ def test_shards_of_unequal_sizes_are_gathered_and_pulled(tmp_path: Path) -> None
 
 
 @pytest.mark.program
-def test_told_to_end_in_the_middle_it_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(("--ray",), marks=NEEDS_RAY)])
+def test_told_to_end_in_the_middle_it_leaves_no_process(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
     mark = secrets.token_hex(8)
+    words = [str(EXAMPLES / "fsdp2_ep.py"), "--ranks", "2", "--rounds", "9999", *more]
     with subprocess.Popen(
-        [sys.executable, "-u", str(EXAMPLES / "fsdp2_ep.py"), "--ranks", "2", "--rounds", "9999"],
+        [sys.executable, "-u", *words],
         env=os.environ | {"TENSORLEASE_SHM_DIR": str(tmp_path), "MARK_OF_A_TEST": mark},
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         try:
             assert process.stdout is not None
+            if more:
+                assert process.stdout.readline().startswith("Ray has reserved")
             assert process.stdout.readline().startswith("gathered   version 1")
             # The program, the broker, the fork server and its tracker, two ranks, two workers.
             assert len(marked(mark)) >= 7
@@ -219,7 +226,7 @@ def test_a_worker_beside_a_rank_of_ray_sees_the_reserved_gpus_its_own_first(exam
 
 
 @pytest.mark.program
-@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
+@NEEDS_RAY
 def test_ranks_that_are_actors_of_ray_hand_versions_over_both_ways(tmp_path: Path) -> None:
     printed = fsdp2_ep(tmp_path, "--ray", "--ranks", "2", "--rounds", "1", "--kill-one")
     check_both(printed, 2, killed=True)
