@@ -223,6 +223,10 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if min(options.num_ipc_handles, options.workers, options.versions, options.steps) < 1:
         parser.error("--num-ipc-handles, --workers, --versions and --steps must be 1 or more")
+    if options.device != "cpu":
+        if not torch.cuda.is_available():
+            parser.error(f"--device {options.device}: torch sees no GPU here")
+        options.device = f"cuda:{torch.device(options.device).index or 0}"
     if options.benchmark and options.rounds < 5:
         parser.error("--rounds must be 5 or more")
     return options
