@@ -21,8 +21,9 @@ from ..protocol.records import OfferRef, Taken, TakeNote, Tally
 from ..protocol.tables import Buffer, TensorEntry, decode_batch, decode_offer
 from .callback_sink import CallbackSink, GivePlan, Handover, Staged
 from .copy_plan import CopyPlan
-from .errors import MappingError
+from .errors import AttachError, MappingError, MismatchError
 from .hooks import bounded
+from .loading import Choice, Loading, Planned
 from .mappings import process_mappings
 from .memory import MappedMemory
 from .seen import SeenBatch, SeenBatches
@@ -135,6 +136,10 @@ class Intake:
         self._attached: AttachedTensors | None = None
         self._groups: dict[str, frozenset[str]] = {}
         self._sink: CallbackSink | None = None
+        # What chooses in each round which of the two has what.
+        self._loading: Loading | None = None
+        # The offers that were planned, what was taken of them, and what they are planned for.
+        self._planned = Planned()
         self._plan: CopyPlan | None = None
         self._gives: GivePlan | None = None
         # (trainer, buffer) that one round of registered buffers copies from into what is attached.
@@ -175,6 +180,11 @@ class Intake:
         """Sets what gets the tensors that are not attached."""
         self._sink = sink
         self._seen.clear()
+
+    def load_by(self, loading: Loading | None) -> None:
+        """Sets what loads; it is given all that comes until it has a recording."""
+        self._loading = loading
+        self.give_to(None if loading is None else loading.whole.sink)
 
     @property
     def sink(self) -> CallbackSink | None:
@@ -229,6 +239,9 @@ class Intake:
         """Chooses sources and maps them; returns what is taken, and all that is mapped."""
         self._plan, self._gives, self._taken = None, None, frozenset()
         self._unwanted, self._tables = frozenset(), {}
+        if self._loading is not None:
+            # All is mapped: at each round's beginning it may turn out that all is to be loaded.
+            self._attached, self._sink = self._loading.whole
         missing: list[str] = []
         buffers: dict[str, list[Buffer]] = {}
         # Of a tensor that a trainer offers twice, the newer: the memory of the other was removed.
@@ -248,6 +261,7 @@ class Intake:
         plans: list[CopyPlan | GivePlan] = []
         try:
             called = {offer.trainer: f"rank {offer.rank}" for offer in offers}
+            self._planned = Planned(buffers, preference, called)
             copies = gives = None
             if self._attached is not None:
                 copies = self._attached.plan(buffers, preference, called=called)
@@ -265,10 +279,8 @@ class Intake:
             for plan in plans:
                 for trainer, numbers in plan.takes.items():
                     takes.setdefault(trainer, set()).update(numbers)
-            self._plan, self._gives = copies, gives
-            copied_from = {} if copies is None else copies.takes
-            self._taken = frozenset((t, number) for t, of in copied_from.items() for number in of)
-            self._unwanted = self._unwanted_of(copies, buffers.values())
+            self._planned.takes = takes
+            self._use(copies, gives)
         except TensorleaseError as error:
             missing.append(str(error))
         if not offers and missing:
@@ -283,6 +295,43 @@ class Intake:
             [bounded(text) for text in missing[:MAX_MISSING]],
         )
         return note, {trainer: set(held) for trainer, held in self._mapped.items()}
+
+    def _use(self, copies: CopyPlan | None, gives: GivePlan | None) -> None:
+        self._plan, self._gives = copies, gives
+        copied_from = {} if copies is None else copies.takes
+        self._taken = frozenset((t, number) for t, of in copied_from.items() for number in of)
+        self._unwanted = self._unwanted_of(copies, self._planned.buffers.values())
+
+    def prepared(self) -> None:
+        """The prepare hooks of the round have run: a loader chooses now what is copied.
+
+        Raises:
+            TensorleaseError: What is offered cannot be taken in so.
+        """
+        staging, planned = self._staging, self._planned
+        if self._loading is None:
+            return
+        chosen = self._loading.choose(self._tables.values(), subset=staging.subset)
+        if planned.chosen is not chosen:
+            self._choose(chosen)
+        self.begin(subset=staging.subset, shared=staging.shared, verify=staging.verify)
+
+    def _choose(self, chosen: Choice) -> None:
+        """Plans the offers that are known for what is copied, and for what gets the rest."""
+        planned = self._planned
+        planned.chosen = None
+        self._attached, self._sink = chosen
+        self._seen.clear()
+        offers, preference, called = planned.buffers, planned.preference, planned.called
+        copies = None
+        if chosen.attached is not None:
+            copies = chosen.attached.plan(offers, preference, called=called)
+            copies.require_complete()
+            planned.require_lent(copies)
+        gives = chosen.sink.plan(offers, self._attached_names(), preference, called)
+        self._offered_here = len(self._offered.intersection(self._attached_names()))
+        self._use(copies, gives)
+        planned.chosen = chosen
 
     def _nothing_wanted(self) -> str:
         """Says that no name that is offered is wanted here, with some of both."""
@@ -402,10 +451,15 @@ class Intake:
         """
         batch = work.batch
         self._touched = False
-        if batch.registered:
-            self._await_written(batch.trainer, batch.buffers)
-            return self._copy_registered(batch.trainer, batch.buffers, work.body or b"")
-        return self._copy_ring(batch.trainer, batch.rank, work.body or b"")
+        try:
+            if batch.registered:
+                self._await_written(batch.trainer, batch.buffers)
+                return self._copy_registered(batch.trainer, batch.buffers, work.body or b"")
+            return self._copy_ring(batch.trainer, batch.rank, work.body or b"")
+        except (AttachError, MismatchError) as error:
+            if self._loading is not None:
+                self._loading.discard(str(error))
+            raise
 
     def _copy_registered(self, trainer: str, numbers: list[int], body: bytes) -> Copied:
         plans = [plan for plan in (self._plan, self._gives) if plan is not None]
@@ -440,6 +494,8 @@ class Intake:
         known = None if staging.verify else self._seen.find(trainer, body)
         buffers = known.buffers if known is not None else decode_batch(body).buffers
         copies = None if known is None else known.copies
+        if self._loading is not None:
+            self._loading.check(buffers, sent=True)
         reading = None
         nbytes = 0
         if staging.verify:
