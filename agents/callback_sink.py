@@ -311,7 +311,7 @@ class Staged:
         return texts
 
 
-class _Watch(Protocol):
+class Watch(Protocol):
     """Looks at a storage without keeping it."""
 
     def expired(self) -> bool:
@@ -319,7 +319,8 @@ class _Watch(Protocol):
         ...
 
 
-_watch: Final[Callable[[torch.UntypedStorage], _Watch]] = StorageWeakRef
+watch: Final[Callable[[torch.UntypedStorage], Watch]] = StorageWeakRef
+"""Makes one. While there is one, no other storage has the number (`_cdata`) of its."""
 
 
 class Handover:
@@ -327,7 +328,7 @@ class Handover:
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self._views: dict[str, _Watch] = {}
+        self._views: dict[str, Watch] = {}
         self._devices: set[torch.device] = set()
         self.given = False
         """Whether the callback was called."""
@@ -342,7 +343,7 @@ class Handover:
         if storage is None:
             self._tensors[entry.name] = _empty(entry)
             return
-        self._views[entry.name] = _watch(storage)
+        self._views[entry.name] = watch(storage)
         if storage.device.type != "cpu":
             self._devices.add(storage.device)
         self._tensors[entry.name] = _shaped(storage, dtype_of(entry.dtype), entry.shape)

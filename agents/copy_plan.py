@@ -181,16 +181,27 @@ class CopyPlan:
         addresses = [memory.address for memory in memories]
         ready = self._kept.get((source, taken))
         if ready is None or ready.addresses != addresses or not ready.lying.unchanged():
-            ready = self._prepare(source, taken, addresses, memories)
-            if len(self._kept) >= MAX_KEPT:
-                self._kept.clear()
-            self._kept[source, taken] = ready
+            ready = self._keep(source, taken, memories)
         with _devices(ready.lanes, memories):  # They copy while this goes on.
             for step, place in ready.boxes:
                 _copy_box(step, memories[place])
             ready.runs.copy()
             _count_change(ready.counted)
         return ready.copied
+
+    def prepare(
+        self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]
+    ) -> None:
+        """Works out what `copy` of these buffers would do, so that it need not; see there."""
+        taken = tuple(number for number in numbers if (source, number) in self._steps)
+        self._keep(source, taken, [self._memory(source, number, mapped) for number in taken])
+
+    def _keep(self, source: str, taken: tuple[int, ...], memories: list[MappedMemory]) -> _Ready:
+        ready = self._prepare(source, taken, [memory.address for memory in memories], memories)
+        if len(self._kept) >= MAX_KEPT:
+            self._kept.clear()
+        self._kept[source, taken] = ready
+        return ready
 
     def compare(
         self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]

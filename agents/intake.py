@@ -316,6 +316,18 @@ class Intake:
             self._choose(chosen)
         self.begin(subset=staging.subset, shared=staging.shared, verify=staging.verify)
 
+    def committed(self) -> None:
+        """The round has committed: what a loader has shown in it is planned for the next."""
+        chosen = None if self._loading is None else self._loading.foreseen()
+        if chosen is None or chosen is self._planned.chosen or self._staging.sent:
+            return
+        try:
+            self._choose(chosen)
+            for trainer, numbers in self._plan.takes.items() if self._plan is not None else ():
+                self._plan.prepare(trainer, sorted(numbers), self._mapped[trainer])
+        except TensorleaseError:
+            pass  # The next round says so, if it is still so.
+
     def _choose(self, chosen: Choice) -> None:
         """Plans the offers that are known for what is copied, and for what gets the rest."""
         planned = self._planned

@@ -75,8 +75,14 @@ class Loading:
                 if not self._begins:
                     raise
                 recording = self._load.begin(whole=not subset)
-        if recording is None:
-            return self.whole
+        return self.whole if recording is None else self._choice(recording)
+
+    def foreseen(self) -> Choice | None:
+        """Returns what `choose` is likely to say of the next round, where that is copied."""
+        recording = self._load.recording if self._begins else None
+        return None if recording is None else self._choice(recording)
+
+    def _choice(self, recording: Recording) -> Choice:
         if self._known is None or self._known[0] is not recording:
             rest = CallbackSink(self._callback, without=recording.ignored)
             self._known = recording, Choice(recording.boxes, rest)

@@ -160,6 +160,8 @@ class Performer:
                 self._intake.prepared()
             except BaseException as raised:  # noqa: BLE001 - reported, as what hooks raise
                 error, text = raised, describe(raised)
+        elif isinstance(work, CommitWork) and error is None:
+            self._intake.committed()
         elapsed = time.monotonic() - start
         if error is not None:
             what = describe(error)

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .callback_sink import watch
 from .marks import mark_of
 from .strides import Axis, Span, apart, carried
 
@@ -31,6 +31,8 @@ _UNWRITTEN: Final = {
     "aten::new_empty_strided",
 }
 """What makes memory that nobody has written."""
+_OVERWRITES: Final = {"aten::fill_", "aten::zero_"}
+"""What leaves nothing of what was there before."""
 _MOVES_NOTHING: Final = {"aten::is_pinned", "aten::record_stream", "aten::set_"}
 # What hands out values, or where they lie, without an operation.
 _ESCAPES: Final = {"__array__", "__dlpack__", "data_ptr", "numpy", "tolist"}
@@ -64,7 +66,7 @@ class Memory:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         # Keeps its number from being given to another, and not its bytes.
-        self.ref: Final = StorageWeakRef(storage)
+        self._watch: Final = watch(storage)
         self.source: str | None = None
         self.notes: list[Note] = []
         # Names, and why what they have brought here is no copy.
@@ -89,7 +91,7 @@ class Memory:
     @property
     def alive(self) -> bool:
         """Whether something has it still."""
-        return not self.ref.expired()
+        return not self._watch.expired()
 
 
 class Recorder:
@@ -155,7 +157,7 @@ class Recorder:
             self.escaped.add(name)
             self.reasons.setdefault(name, f"its values are taken by {how}")
 
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Notes what one operation, that was done, has moved."""
         op = str(func._schema.name)
         made = list(_tensors(out))
@@ -185,7 +187,7 @@ class Recorder:
                 self._copied(out.select(axis, place), part, op)
             return
         given = list(_tensors((args, kwargs)))
-        written = list(_written(func, args, kwargs))
+        written = [tensor for tensor in _written(func, args, kwargs) if tensor.numel()]
         if op in _UNWRITTEN:
             for tensor in made:
                 self._memory(tensor).unwritten = True
@@ -193,13 +195,13 @@ class Recorder:
         held = {_key(tensor) for tensor in given}
         new = [tensor for tensor in made if _key(tensor) not in held]
         if not written and not new and made:
-            return  # A view.
-        names = self._names_in(given)
+            return  # A view, or an operation on nothing.
+        names = self._names_in(given[1:] if op in _OVERWRITES else given)
         if not written and not new:
             if names:
                 self.escape(given, op)
             return
-        self.touched |= names
+        self.touched.update(names)
         scalars = bool(self.escaped) and any(_scalars((args, kwargs)))
         for tensor in written:
             memory = self._memory(tensor)
@@ -230,7 +232,7 @@ class Recorder:
         if not target.numel():
             return
         names = set() if source is None else source.names
-        self.touched |= names
+        self.touched.update(names)
         if source is None or not names:
             self._written_over(memory, target, ())
             return
@@ -302,7 +304,7 @@ class Recorder:
         """Returns the note of what was copied on, of what a note had brought."""
         into = int(target.storage_offset())
         alike = all(axis.target == axis.origin for axis in axes)
-        whole = view.count == view.end - view.offset
+        whole = view.filled == view.end - view.offset
         inside = view.offset <= note.target and note.written.end <= view.end
         if alike and whole and inside:
             found = Span(into + note.target - view.offset, note.written.axes)
@@ -381,14 +383,12 @@ class Recorder:
         return names
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         with torch.no_grad():
             self._recorder.operation(func, args, kwargs or {}, out)
@@ -400,9 +400,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _ESCAPES:
             self._recorder.escape(_tensors(args), f"{name}()")

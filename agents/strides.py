@@ -38,8 +38,8 @@ class Span(NamedTuple):
         return self.offset + sum((size - 1) * stride for size, stride in self.axes) + 1
 
     @property
-    def count(self) -> int:
-        """Number of elements."""
+    def filled(self) -> int:
+        """Number of its elements."""
         count = 1
         for size, _ in self.axes:
             count *= size

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tensorlease.agents import TrainerAgent, WorkerAgent
-from tensorlease.protocol.errors import ConfigError
-from tensorlease.protocol.records import Outcome
 
 from ..broker.raw_agents import Threaded
 from .loaders import FALLBACK, IGNORED, EngineModel, checkpoint, expected, require_equal
@@ -110,12 +108,11 @@ def test_a_trainer_that_comes_anew_is_copied_from_without_a_load(
     url: str, broker: Threaded, worker: WorkerAgent, model: EngineModel, load: RecordedLoad
 ) -> None:
     for version in (1, 2):
-        weights = checkpoint(version)
         with TrainerAgent("policy", endpoint=url) as trainer:
-            trainer.register(weights)
+            trainer.register(checkpoint(version))
             assert publish(trainer, worker, version).ok
             require_equal(model.state(), expected(version))
-    assert [len(names) for names in model.loads] == [len(weights), len(FALLBACK)]
+    assert [len(names) for names in model.loads] == [len(checkpoint(1)), len(FALLBACK)]
 
 
 def test_another_dtype_at_the_trainer_is_recorded_anew(
