@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -127,6 +128,16 @@ class RecordedLoad:
         self._repeated = self._recording
         return self._repeated
 
+    def skip(self) -> None:
+        """A load begins that is not this model's: it is neither noted nor repeated."""
+        self._recorder = self._repeated = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """For what the engine does to the weights outside of `load`, to end an update, say."""
+        with nullcontext() if self._recorder is None else self._recorder.watching():
+            yield
+
     @property
     def repeated(self) -> Recording | None:
         """What the last `begin` has returned."""
@@ -240,6 +251,8 @@ class _Reviewed:
         # Where something of a name went: groups of parameters, of which all is copied or nothing.
         self._groups: dict[str, set[object]] = {}
         self._members: dict[object, set[str]] = {}
+        # What was copied of each source to anything that was a parameter then: axes and offset.
+        self._brought: dict[str, set[tuple[tuple[Axis, ...], int]]] = {}
         gc.collect()  # What the loader has made may hang in cycles.
         located = recorder.locate()
         self._here: dict[int, tuple[torch.Tensor, Memory]] = {}
@@ -283,6 +296,8 @@ class _Reviewed:
             groups.add(parameter if self._layer_of is None else self._layer_of(parameter))
         if id(memory) in self._here:
             groups.add(id(memory))
+        for name, brought in memory.brought.items() if groups else ():
+            self._brought.setdefault(name, set()).update(brought)
         for name in memory.ever:
             self._groups.setdefault(name, set()).update(groups)
             for group in groups:
@@ -294,7 +309,7 @@ class _Reviewed:
                 self._reasons.setdefault(name, "something else is written where it was copied to")
             if memory.source is not None:
                 self._reasons.setdefault(memory.source, "the model keeps the very tensor")
-            if memory.unseen or memory.unwritten:
+            if memory.unseen or (memory.unwritten and self._here[id(memory)][0].numel()):
                 what = ", ".join(sorted(memory.parameters))
                 for name in memory.ever or self._recorder.sources:
                     self._reasons.setdefault(name, f"{what} is written by what cannot be seen")
@@ -302,6 +317,10 @@ class _Reviewed:
             for name in memory.names:
                 why = "the model keeps something made of it that is none of its parameters"
                 self._reasons.setdefault(name, why)
+            if memory.unwritten or memory.unseen:
+                for name in self._recorder.sources:
+                    why = "the model keeps memory, none of its parameters, that was written unseen"
+                    self._reasons.setdefault(name, why)
 
     def _check_marks(self, tensor: torch.Tensor, memory: Memory) -> None:
         """Looks whether what was copied is what is there."""
@@ -339,7 +358,7 @@ class _Reviewed:
         placed[name] += [_placed(name, box, held, tuple(source.shape)) for box in boxes]
 
     def _check_covered(self, name: str, boxes: list[Placed]) -> None:
-        """Looks whether everything that was read of a source is copied somewhere."""
+        """Looks whether what was copied of a source to parameters is in those that there are now."""
         recorder = self._recorder
         if name in self._reasons or not recorder.sources[name].numel():
             return
@@ -348,12 +367,11 @@ class _Reviewed:
             return
         shape = tuple(recorder.sources[name].shape)
         arrived = {box.region for box in boxes}
-        for axes, origin in recorder.read[name]:
-            read = [Axis(axis.size, 0, axis.origin) for axis in axes]
-            for part in boxes_of(read, 0, origin, shape):
+        for axes, origin in self._brought.get(name, ()):
+            for part in boxes_of(axes, 0, origin, shape):
                 region = part.region
                 if region not in arrived and not _covers(name, region, arrived):
-                    self._reasons[name] = f"{region} of it is read, and not all of that copied"
+                    self._reasons[name] = f"{region} of it is loaded, and not all of that kept"
                     return
 
     def _close(self) -> None:

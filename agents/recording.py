@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +37,8 @@ _OVERWRITES: Final = {"aten::fill_", "aten::zero_"}
 _MOVES_NOTHING: Final = {"aten::is_pinned", "aten::record_stream", "aten::set_"}
 # What hands out values, or where they lie, without an operation.
 _ESCAPES: Final = {"__array__", "__dlpack__", "data_ptr", "numpy", "tolist"}
+
+_OWN: Final = ("aten.", "prim.", "prims.")
 
 Parameters = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -71,8 +74,9 @@ class Memory:
         self.notes: list[Note] = []
         # Names, and why what they have brought here is no copy.
         self.computed: dict[str, str] = {}
-        # Names of which something was ever written here.
+        # Names of which something was ever written here; and what was copied.
         self.ever: set[str] = set()
+        self.brought: dict[str, set[tuple[tuple[Axis, ...], int]]] = {}
         # Names that had been copied here when something else was written there.
         self.overwritten: set[str] = set()
         # Nothing that was seen has written it; and: it got something from such memory.
@@ -109,8 +113,6 @@ class Recorder:
         self._memories: dict[int, Memory] = {}
         self.sources: Final[dict[str, torch.Tensor]] = {}
         """What was given, by name, as tensors without memory."""
-        self.read: Final[dict[str, set[tuple[tuple[Axis, ...], int]]]] = {}
-        """What was copied of each source: axes and offset."""
         self.touched: Final[set[str]] = set()
         """Names of which some value was read."""
         self.reasons: Final[dict[str, str]] = {}
@@ -131,7 +133,6 @@ class Recorder:
         self._memories[storage._cdata] = memory = Memory(storage)
         memory.source = name
         self.sources[name] = tensor.detach().to("meta")
-        self.read.setdefault(name, set())
 
     def locate(self) -> list[tuple[str, torch.Tensor, Memory]]:
         """Looks where the parameters lie now; returns those that have memory."""
@@ -190,7 +191,7 @@ class Recorder:
         written = [tensor for tensor in _written(func, args, kwargs) if tensor.numel()]
         if op in _UNWRITTEN:
             for tensor in made:
-                self._memory(tensor).unwritten = True
+                self._memory(tensor).unwritten = bool(tensor.numel())
             return
         held = {_key(tensor) for tensor in given}
         new = [tensor for tensor in made if _key(tensor) not in held]
@@ -227,10 +228,10 @@ class Recorder:
         if op in _COPIES:
             self._look_for(memory)
         memory.unwritten = False
-        if source is not None and (source.unwritten or source.unseen):
-            memory.unseen = True
         if not target.numel():
             return
+        if source is not None and (source.unwritten or source.unseen):
+            memory.unseen = True
         names = set() if source is None else source.names
         self.touched.update(names)
         if source is None or not names:
@@ -246,6 +247,8 @@ class Recorder:
         for note in notes:
             memory.notes.append(note)
             memory.ever.add(note.name)
+            read = tuple(Axis(axis.size, 0, axis.origin) for axis in note.axes)
+            memory.brought.setdefault(note.name, set()).add((read, note.origin))
         self._compute(memory, lost, op)
         for name, reason in source.computed.items():
             memory.ever.add(name)
@@ -264,7 +267,6 @@ class Recorder:
             # As bits, or as values.
             if origin.dtype != held and not (same and origin.element_size() == held.itemsize):
                 return [], {name}
-            self.read[name].add((axes, out_of))
             if any(not axis.origin for axis in axes):
                 return [], {name}
             mark = mark_of(target)
@@ -404,6 +406,11 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _ESCAPES:
             self._recorder.escape(_tensors(args), f"{name}()")
+        elif isinstance(func, OpOverload | OpOverloadPacket | HigherOrderOperator):
+            # Of others than torch's own not all are dispatched, and some keep what they read.
+            name = str(func)
+            if not name.startswith(_OWN):
+                self._recorder.escape(_tensors((args, kwargs)), name)
         return func(*args, **(kwargs or {}))
 
 
