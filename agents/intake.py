@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from heapq import nsmallest
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -27,7 +26,8 @@ from .loading import Choice, Loading, Planned
 from .mappings import process_mappings
 from .memory import MappedMemory
 from .seen import SeenBatch, SeenBatches
-from .sink import AttachedTensors, Coverage
+from .sink import AttachedTensors
+from .staging import MAX_MISSING, Staging
 from .together import Together, incomplete
 from .verifying import Part, Reading, tags_of
 from .work import CopyWork
@@ -35,13 +35,8 @@ from .written import await_written
 
 log = logging.getLogger("tensorlease.agents")
 
-MAX_MISSING = 20
-"""Texts that a worker sends of what it lacks."""
 MAX_UNWANTED = 64
-"""Names that it sends of what it does not want: so many, or none."""
-
-MAX_NAMED: Final = 3
-"""Names that are sent and not wanted, beside those that are lacking."""
+"""Names that a worker sends of what it does not want: so many, or none."""
 
 
 class Offer(Struct):
@@ -71,57 +66,6 @@ class Copied(NamedTuple):
     def to_give(self) -> bool:
         """Whether a callback is to be called."""
         return self.handover is not None and bool(self.handover.names)
-
-
-class Staging(Struct):
-    """What of a round has been copied so far."""
-
-    # Registered buffers of the plan that are still to come: (trainer, number).
-    awaited: set[tuple[str, int]]
-    # The round carries only some tensors: each that it has begun to fill must be filled.
-    subset: bool = False
-    # Nothing of them may be wanted here: others of the replica want them.
-    shared: bool = False
-    # The account by regions, kept once a ring batch has come.
-    coverage: Coverage | None = None
-    # What was copied before that: (plan, trainer, numbers).
-    copied: list[tuple[CopyPlan, str, list[int]]] = []
-    # What must come together, and has not yet.
-    together: Together | None = None
-    # What was given to a callback.
-    given: Staged | None = None
-    # Names of ring batches that nothing here wants.
-    unwanted: set[str] = set()
-    # Digests are compared with those of what was published.
-    verify: bool = False
-    # Names that its ring batches have brought.
-    sent: set[str] = set()
-    # Bytes that were copied into what is attached.
-    nbytes: int = 0
-
-    def missing(self) -> str:
-        """Names what is not staged yet; empty when all that is wanted is."""
-        untouched = self.coverage is None or self.coverage.untouched
-        untouched = untouched and (self.together is None or not self.together.missing())
-        if self.subset and untouched and (self.given is None or self.given.untouched):
-            return "" if self.shared else "nothing of this subset is wanted here"
-        texts: list[str] = [] if self.together is None else self.together.missing()
-        if self.coverage is not None:
-            texts += self.coverage.missing(MAX_MISSING)
-        elif self.awaited:
-            shown = ", ".join(f"buffer {number} of {trainer}" for trainer, number in self.awaited)
-            texts.append(f"not sent in this round: {shown}")
-        if self.given is not None:
-            texts += self.given.missing()
-            if not (texts or self.given.count or self.nbytes):
-                texts.append("no tensor that this worker wants was sent in this round")
-        texts = texts[:MAX_MISSING]
-        if texts and self.unwanted and not self.shared:
-            # One of them may be meant by the name that is lacking.
-            names = ", ".join(nsmallest(MAX_NAMED, self.unwanted))
-            more = ", ..." if len(self.unwanted) > MAX_NAMED else ""
-            texts.append(f"sent and not wanted: {names}{more}")
-        return "; ".join(texts)
 
 
 class Intake:
@@ -319,16 +263,16 @@ class Intake:
     def committed(self) -> None:
         """The round has committed: what a loader has shown in it is planned for the next."""
         chosen = None if self._loading is None else self._loading.foreseen()
-        if chosen is None or chosen is self._planned.chosen or self._staging.sent:
+        if chosen is None or chosen is self._planned.chosen:
             return
         try:
-            self._choose(chosen)
-            for trainer, numbers in self._plan.takes.items() if self._plan is not None else ():
-                self._plan.prepare(trainer, sorted(numbers), self._mapped[trainer])
+            if (copies := self._choose(chosen)) is not None:
+                for trainer, numbers in copies.takes.items():
+                    copies.prepare(trainer, sorted(numbers), self._mapped[trainer])
         except TensorleaseError:
             pass  # The next round says so, if it is still so.
 
-    def _choose(self, chosen: Choice) -> None:
+    def _choose(self, chosen: Choice) -> CopyPlan | None:
         """Plans the offers that are known for what is copied, and for what gets the rest."""
         planned = self._planned
         planned.chosen = None
@@ -344,6 +288,7 @@ class Intake:
         self._offered_here = len(self._offered.intersection(self._attached_names()))
         self._use(copies, gives)
         planned.chosen = chosen
+        return copies
 
     def _nothing_wanted(self) -> str:
         """Says that no name that is offered is wanted here, with some of both."""

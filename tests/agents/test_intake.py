@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tensorlease.agents.errors import MappingError, MismatchError
-from tensorlease.agents.intake import MAX_MISSING, Intake
+from tensorlease.agents.intake import Intake
 from tensorlease.agents.mappings import process_mappings
+from tensorlease.agents.staging import MAX_MISSING
 from tensorlease.agents.work import CopyWork
 from tensorlease.protocol import messages as m
 from tensorlease.protocol.records import OfferRef, Taken

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from tensorlease.agents.marks import PART_BYTES, mark_of  # noqa: E402
+from tensorlease.agents.marks import PART_BYTES, mark_of
 
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.bool]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64, torch.complex128], ids=str)
-def test_each_bit_and_the_order_count(dtype: torch.dtype) -> None:
+def test_each_bit_and_the_order_count(dtype: Any) -> None:
     bits = torch.arange(64, dtype=torch.uint8).remainder(2)
     tensor = bits.view(dtype)
     mark = int(mark_of(tensor))

@@ -25,7 +25,7 @@ def places(offset: int, axes: Sequence[tuple[int, int]]) -> list[int]:
 
 def span_of(tensor: Tensor) -> Span:
     axes = zip(tensor.shape, tensor.stride(), strict=True)
-    return Span(tensor.storage_offset(), tuple((n, s) for n, s in axes if n > 1))
+    return Span(int(tensor.storage_offset()), tuple((n, s) for n, s in axes if n > 1))
 
 
 def cut(tensor: Tensor, made: random.Random) -> Tensor:
@@ -65,7 +65,7 @@ def test_the_boxes_of_a_copy_write_what_the_copy_has_written() -> None:
         written.copy_(read)
         sizes = zip(read.shape, written.stride(), read.stride(), strict=True)
         axes = [Axis(*axis) for axis in sizes if axis[0] > 1]
-        boxes = boxes_of(axes, 3, read.storage_offset(), shape)
+        boxes = boxes_of(axes, 3, int(read.storage_offset()), shape)
         assert boxes
         again = torch.full_like(memory, -1)
         for region, offset, strides in boxes:
@@ -79,7 +79,7 @@ def test_the_boxes_of_a_copy_write_what_the_copy_has_written() -> None:
 def test_a_whole_tensor_and_rows_of_it_are_one_box() -> None:
     for read in (torch.arange(24).view(4, 6), torch.arange(24).view(4, 6)[1:3]):
         flat = [Axis(read.numel(), 1, 1)]
-        assert len(boxes_of(flat, 0, read.storage_offset(), (4, 6))) == 1
+        assert len(boxes_of(flat, 0, int(read.storage_offset()), (4, 6))) == 1
 
 
 def test_an_element_that_is_read_for_many_and_too_many_boxes_are_none() -> None:
@@ -108,10 +108,10 @@ def test_a_part_of_a_copy_is_found_on_the_other_side() -> None:
         turned = torch.empty(frame.shape[::-1]).permute(*reversed(range(frame.dim())))
         sizes = zip(frame.shape, frame.stride(), turned.stride(), strict=True)
         axes = [(n, here, there) for n, here, there in sizes if n > 1]
-        across = carried(part, frame.storage_offset(), axes)
+        across = carried(part, int(frame.storage_offset()), axes)
         if across is None:
             continue
-        here = places(frame.storage_offset(), [(n, s) for n, s, _ in axes])
+        here = places(int(frame.storage_offset()), [(n, s) for n, s, _ in axes])
         moved = dict(zip(here, places(0, [(n, s) for n, _, s in axes]), strict=True))
         assert [moved[place] for place in places(*part)] == places(*across)
         found += 1

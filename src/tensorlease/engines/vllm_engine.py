@@ -79,6 +79,11 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # Workers outlive a server that is killed; they must not keep its seat from a new one.
         call_at_end(server_pid(), self.shutdown)
 
+    @property
+    def recorded(self) -> RecordedLoad | None:
+        """What is known of the model's loader; None: it is not recorded."""
+        return self._recorded
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the channel; again: as another member, the former is closed."""
         self.shutdown()
