@@ -131,6 +131,11 @@ class Intake:
         self.give_to(None if loading is None else loading.whole.sink)
 
     @property
+    def has_loader(self) -> bool:
+        """Whether a loader has all that comes."""
+        return self._loading is not None
+
+    @property
     def sink(self) -> CallbackSink | None:
         """What gets the tensors that are not attached."""
         return self._sink
@@ -425,7 +430,8 @@ class Intake:
         staging, mapped = self._staging, self._mapped.get(trainer, {})
         reading = None
         if staging.verify:
-            taken = {number for plan in plans for number in plan.takes.get(trainer, ())}
+            # All that it has asked for: a loader's copies may need less.
+            taken = self._planned.takes.get(trainer, set())
             tables = [self._tables[trainer, number] for number in numbers if number in taken]
             reading = Reading(tables, tags_of(body), mapped)
             reading.read()

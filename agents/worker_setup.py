@@ -85,6 +85,8 @@ class WorkerSetup(Agent[WorkerCore]):
             RefusedError: The broker refuses: the place in the replica is taken, say.
         """
         self._check_here()
+        if self._intake.has_loader:
+            raise ConfigError(f"{self!r} has a loader, which has all that comes")
         if self._intake.attached is not None:
             raise ConfigError(f"{self!r} has its tensors already; make another worker for others")
         tensors = AttachedTensors(named_tensors, regions, rename, strict, cast)

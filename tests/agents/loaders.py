@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 HEADS, KV, HIDDEN, INNER, VOCAB, EXPERTS = 8, 4, 6, 10, 12, 3
 
 
-def checkpoint(seed: int) -> dict[str, torch.Tensor]:
-    """Random weights under the names of a checkpoint."""
+def checkpoint(seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Random weights under the names of a checkpoint; the same ones on every device."""
     import torch
 
     made = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ def checkpoint(seed: int) -> dict[str, torch.Tensor]:
         weights[f"experts.{expert}.gate"] = normal(INNER, HIDDEN)
         weights[f"experts.{expert}.up"] = normal(INNER, HIDDEN)
         weights[f"experts.{expert}.down"] = normal(HIDDEN, INNER)
-    return weights
+    return {name: weight.to(device) for name, weight in weights.items()}
 
 
 FALLBACK = {"linear8", "packed", "scalar"}
@@ -54,11 +54,12 @@ FALLBACK = {"linear8", "packed", "scalar"}
 class EngineModel:
     """One of two ranks that cut heads and rows; it has its part of the experts."""
 
-    def __init__(self, rank: int = 1) -> None:
+    def __init__(self, rank: int = 1, device: str = "cpu") -> None:
         import torch
 
         def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.zeros(shape).to(dtype), requires_grad=False)
+            zeros = torch.zeros(shape, device=device).to(dtype)
+            return torch.nn.Parameter(zeros, requires_grad=False)
 
         self.rank = rank
         self.loads: list[list[str]] = []
@@ -156,10 +157,10 @@ IGNORED = {"lm_head", "inv_freq", "empty"} | {
 """Names of which rank 1 reads nothing."""
 
 
-def expected(seed: int, rank: int = 1) -> dict[str, torch.Tensor]:
-    """What a fresh model of the rank has when it has loaded these weights."""
-    model = EngineModel(rank)
-    model.load_weights((name, weight.clone()) for name, weight in checkpoint(seed).items())
+def expected(seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """What a fresh model has when it has loaded these weights."""
+    model = EngineModel(device=device)
+    model.load_weights(checkpoint(seed, device).items())
     return model.state()
 
 
