@@ -43,6 +43,7 @@ class CallbackSink:
         names: The names that it wants; None: every name that comes and is not attached.
         strict: Whether one of `names` that does not come puts the worker out of the round.
         together: Groups of names that are given in one call or not at all.
+        without: Names that it does not want.
 
     Raises:
         ConfigError: What cannot be called; a group with a name that is not wanted.
@@ -54,12 +55,14 @@ class CallbackSink:
         names: Iterable[str] | None = None,
         strict: bool = True,
         together: Groups = (),
+        without: frozenset[str] = frozenset(),
     ) -> None:
         require_callable("on_stage", callback, "round", "tensors")
         if isinstance(names, str):
             raise ConfigError(f"names {names!r}: must be several names, or None for all")
         self.callback: Final = callback
         self.strict: Final = strict
+        self._without: Final = without
         self.names: Final = None if names is None else frozenset(names)
         for name in sorted(self.names or (), key=str):
             check_tensor_name(name, AttachError)
@@ -72,7 +75,9 @@ class CallbackSink:
 
     def wants(self, name: str, attached: Iterable[str]) -> bool:
         """Whether the callback gets this name; `attached`: those that are copied instead."""
-        return name not in attached and (self.names is None or name in self.names)
+        if name in attached or name in self._without:
+            return False
+        return self.names is None or name in self.names
 
     def plan(
         self,
@@ -306,7 +311,7 @@ class Staged:
         return texts
 
 
-class _Watch(Protocol):
+class Watch(Protocol):
     """Looks at a storage without keeping it."""
 
     def expired(self) -> bool:
@@ -314,7 +319,8 @@ class _Watch(Protocol):
         ...
 
 
-_watch: Final[Callable[[torch.UntypedStorage], _Watch]] = StorageWeakRef
+watch: Final[Callable[[torch.UntypedStorage], Watch]] = StorageWeakRef
+"""Makes one. While there is one, no other storage has the number (`_cdata`) of its."""
 
 
 class Handover:
@@ -322,7 +328,7 @@ class Handover:
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self._views: dict[str, _Watch] = {}
+        self._views: dict[str, Watch] = {}
         self._devices: set[torch.device] = set()
         self.given = False
         """Whether the callback was called."""
@@ -337,7 +343,7 @@ class Handover:
         if storage is None:
             self._tensors[entry.name] = _empty(entry)
             return
-        self._views[entry.name] = _watch(storage)
+        self._views[entry.name] = watch(storage)
         if storage.device.type != "cpu":
             self._devices.add(storage.device)
         self._tensors[entry.name] = _shaped(storage, dtype_of(entry.dtype), entry.shape)

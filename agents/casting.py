@@ -16,14 +16,14 @@ import torch
 PART_BYTES: Final = 16 * 2**20
 """Bytes converted at once where torch needs room for it: between two devices."""
 
-# Elements of one dtype are moved as those of their size: not every dtype has a copy kernel.
-_CARRIERS: Final = {
+CARRIERS: Final = {
     1: torch.uint8,
     2: torch.int16,
     4: torch.int32,
     8: torch.int64,
     16: torch.complex128,
 }
+"""Elements of one dtype are moved as those of their size: not every dtype has a copy kernel."""
 
 
 @cache
@@ -62,7 +62,7 @@ def convert(target: torch.Tensor, source: torch.Tensor) -> None:
     To be called where autograd is off. Between devices large tensors go part by part.
     """
     if source.dtype == target.dtype:
-        carrier = _CARRIERS[source.itemsize]
+        carrier = CARRIERS[source.itemsize]
         target, source = target.view(carrier), source.view(carrier)
     same = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
     if same or target.device == source.device:
@@ -73,19 +73,20 @@ def convert(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def parts_of(
-    target: torch.Tensor, source: torch.Tensor
+    target: torch.Tensor, source: torch.Tensor, most: int = PART_BYTES
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the same parts of two tensors of one shape, each of at most `PART_BYTES` in `source`."""
-    if source.numel() * source.element_size() <= PART_BYTES:
+    """Yields the same parts of two tensors of one shape, each of at most `most` bytes in `source`."""
+    if source.numel() * source.element_size() <= most:
         yield target, source
         return
     # The first axis that can be cut: those before it have one place each.
     axis = next(axis for axis, size in enumerate(source.shape) if size > 1)
     size = source.shape[axis]
-    step = max(1, PART_BYTES * size // (source.numel() * source.element_size()))
+    step = max(1, most * size // (source.numel() * source.element_size()))
     for begin in range(0, size, step):
         length = min(step, size - begin)
-        yield from parts_of(target.narrow(axis, begin, length), source.narrow(axis, begin, length))
+        part = target.narrow(axis, begin, length), source.narrow(axis, begin, length)
+        yield from parts_of(*part, most)
 
 
 def _kind(dtype: torch.dtype) -> str:

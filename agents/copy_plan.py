@@ -194,11 +194,7 @@ class CopyPlan:
         taken, memories = self._taken(source, numbers, mapped)
         ready = self._known(source, taken, memories)
         if ready is None:
-            addresses = [memory.address for memory in memories]
-            ready = self._prepare(source, taken, addresses, memories)
-            if len(self._kept) >= MAX_KEPT:
-                self._kept.clear()
-            self._kept[source, taken] = ready
+            ready = self._keep(source, taken, memories)
         with _devices(ready.lanes, memories):  # They copy while this goes on.
             for step, place in ready.boxes:
                 _copy_box(step, memories[place])
@@ -236,6 +232,21 @@ class CopyPlan:
         if ready is None or ready.addresses != [memory.address for memory in memories]:
             return None
         return ready if ready.lying.unchanged() else None
+
+    def prepare(
+        self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]
+    ) -> None:
+        """Works out what `copy` of these buffers would do, so that it need not; see there."""
+        self._keep(source, *self._taken(source, numbers, mapped))
+
+    def _keep(
+        self, source: str, taken: tuple[int, ...], memories: Sequence[MappedMemory]
+    ) -> _Ready:
+        ready = self._prepare(source, taken, [memory.address for memory in memories], memories)
+        if len(self._kept) >= MAX_KEPT:
+            self._kept.clear()
+        self._kept[source, taken] = ready
+        return ready
 
     def compare(
         self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from heapq import nsmallest
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -19,14 +18,17 @@ from ..protocol.errors import TensorleaseError
 from ..protocol.handles import Handle
 from ..protocol.records import OfferRef, Taken, TakeNote, Tally
 from ..protocol.tables import Buffer, TensorEntry, decode_batch, decode_offer
+from .account import MAX_MISSING, Staging
+from .ahead import Ahead
 from .callback_sink import CallbackSink, GivePlan, Handover, Staged
 from .copy_plan import Begun, CopyPlan
-from .errors import MappingError
+from .errors import AttachError, MappingError, MismatchError
 from .hooks import bounded
+from .loading import Choice, Loading, Planned
 from .mappings import process_mappings
 from .memory import MappedMemory
 from .seen import SeenBatch, SeenBatches
-from .sink import AttachedTensors, Coverage
+from .sink import AttachedTensors
 from .together import Together, incomplete
 from .verifying import Part, Reading, tags_of
 from .work import CopyWork
@@ -34,16 +36,8 @@ from .written import await_written
 
 log = logging.getLogger("tensorlease.agents")
 
-MAX_MISSING = 20
-"""Texts that a worker sends of what it lacks."""
 MAX_UNWANTED = 64
-"""Names that it sends of what it does not want: so many, or none."""
-
-MAX_LACKING: Final = 5
-"""Tensors that a round lacks, of those that come batch by batch: looked for after each batch."""
-
-MAX_NAMED: Final = 3
-"""Names that are sent and not wanted, beside those that are lacking."""
+"""Names that a worker sends of what it does not want: so many, or none."""
 
 
 class Offer(Struct):
@@ -75,57 +69,6 @@ class Copied(NamedTuple):
         return self.handover is not None and bool(self.handover.names)
 
 
-class Staging(Struct):
-    """What of a round has been copied so far."""
-
-    # Registered buffers of the plan that are still to come: (trainer, number).
-    awaited: set[tuple[str, int]]
-    # The round carries only some tensors: each that it has begun to fill must be filled.
-    subset: bool = False
-    # Nothing of them may be wanted here: others of the replica want them.
-    shared: bool = False
-    # The account by regions, kept once a ring batch has come.
-    coverage: Coverage | None = None
-    # What was copied before that: (plan, trainer, numbers).
-    copied: list[tuple[CopyPlan, str, list[int]]] = []
-    # What must come together, and has not yet.
-    together: Together | None = None
-    # What was given to a callback.
-    given: Staged | None = None
-    # Names of ring batches that nothing here wants.
-    unwanted: set[str] = set()
-    # Digests are compared with those of what was published.
-    verify: bool = False
-    # Names that its ring batches have brought.
-    sent: set[str] = set()
-    # Bytes that were copied into what is attached.
-    nbytes: int = 0
-
-    def missing(self) -> str:
-        """Names what is not staged yet; empty when all that is wanted is."""
-        untouched = self.coverage is None or self.coverage.untouched
-        untouched = untouched and (self.together is None or not self.together.missing())
-        if self.subset and untouched and (self.given is None or self.given.untouched):
-            return "" if self.shared else "nothing of this subset is wanted here"
-        texts: list[str] = [] if self.together is None else self.together.missing()
-        if self.coverage is not None:
-            texts += self.coverage.missing(MAX_LACKING)
-        elif self.awaited:
-            shown = ", ".join(f"buffer {number} of {trainer}" for trainer, number in self.awaited)
-            texts.append(f"not sent in this round: {shown}")
-        if self.given is not None:
-            texts += self.given.missing()
-            if not (texts or self.given.count or self.nbytes):
-                texts.append("no tensor that this worker wants was sent in this round")
-        texts = texts[:MAX_MISSING]
-        if texts and self.unwanted and not self.shared:
-            # One of them may be meant by the name that is lacking.
-            names = ", ".join(nsmallest(MAX_NAMED, self.unwanted))
-            more = ", ..." if len(self.unwanted) > MAX_NAMED else ""
-            texts.append(f"sent and not wanted: {names}{more}")
-        return "; ".join(texts)
-
-
 class Intake:
     """One worker's tensors, and how they are filled.
 
@@ -138,6 +81,10 @@ class Intake:
         self._attached: AttachedTensors | None = None
         self._groups: dict[str, frozenset[str]] = {}
         self._sink: CallbackSink | None = None
+        # What chooses in each round which of the two has what.
+        self._loading: Loading | None = None
+        # The offers that were planned, what was taken of them, and what they are planned for.
+        self._planned = Planned()
         self._plan: CopyPlan | None = None
         self._gives: GivePlan | None = None
         # (trainer, buffer) that one round of registered buffers copies from into what is attached.
@@ -156,8 +103,8 @@ class Intake:
         self._offered: frozenset[str] = frozenset()
         self._offered_here = 0
         self._touched = False
-        # What GPUs have begun before its turn, by rank and sequence number, and of the batch at hand.
-        self._ahead: dict[tuple[int, int], Begun] = {}
+        # What GPUs have begun before its turn, and of the batch at hand.
+        self._ahead = Ahead()
         self._begun: Begun | None = None
         self.goes_on: Callable[[], bool] = lambda: True
         """Whether the round whose batch is copied still does."""
@@ -181,6 +128,16 @@ class Intake:
         """Sets what gets the tensors that are not attached."""
         self._sink = sink
         self._seen.clear()
+
+    def load_by(self, loading: Loading | None) -> None:
+        """Sets what loads; it is given all that comes until it has a recording."""
+        self._loading = loading
+        self.give_to(None if loading is None else loading.whole.sink)
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether a loader has all that comes."""
+        return self._loading is not None
 
     @property
     def sink(self) -> CallbackSink | None:
@@ -235,6 +192,9 @@ class Intake:
         """Chooses sources and maps them; returns what is taken, and all that is mapped."""
         self._plan, self._gives, self._taken = None, None, frozenset()
         self._unwanted, self._tables = frozenset(), {}
+        if self._loading is not None:
+            # All is mapped: at each round's beginning it may turn out that all is to be loaded.
+            self._attached, self._sink = self._loading.whole
         missing: list[str] = []
         buffers: dict[str, list[Buffer]] = {}
         # Of a tensor that a trainer offers twice, the newer: the memory of the other was removed.
@@ -254,6 +214,7 @@ class Intake:
         plans: list[CopyPlan | GivePlan] = []
         try:
             called = {offer.trainer: f"rank {offer.rank}" for offer in offers}
+            self._planned = Planned(buffers, preference, called)
             copies = gives = None
             if self._attached is not None:
                 copies = self._attached.plan(buffers, preference, called=called)
@@ -271,10 +232,8 @@ class Intake:
             for plan in plans:
                 for trainer, numbers in plan.takes.items():
                     takes.setdefault(trainer, set()).update(numbers)
-            self._plan, self._gives = copies, gives
-            copied_from = {} if copies is None else copies.takes
-            self._taken = frozenset((t, number) for t, of in copied_from.items() for number in of)
-            self._unwanted = self._unwanted_of(copies, buffers.values())
+            self._planned.takes = takes
+            self._use(copies, gives)
         except TensorleaseError as error:
             missing.append(str(error))
         if not offers and missing:
@@ -289,6 +248,56 @@ class Intake:
             [bounded(text) for text in missing[:MAX_MISSING]],
         )
         return note, {trainer: set(held) for trainer, held in self._mapped.items()}
+
+    def _use(self, copies: CopyPlan | None, gives: GivePlan | None) -> None:
+        self._plan, self._gives = copies, gives
+        copied_from = {} if copies is None else copies.takes
+        self._taken = frozenset((t, number) for t, of in copied_from.items() for number in of)
+        self._unwanted = self._unwanted_of(copies, self._planned.buffers.values())
+
+    def prepared(self) -> None:
+        """The prepare hooks of the round have run: a loader chooses now what is copied.
+
+        Raises:
+            TensorleaseError: What is offered cannot be taken in so.
+        """
+        staging, planned = self._staging, self._planned
+        if self._loading is None:
+            return
+        chosen = self._loading.choose(self._tables.values(), subset=staging.subset)
+        if planned.chosen is not chosen:
+            self._choose(chosen)
+        self.begin(subset=staging.subset, shared=staging.shared, verify=staging.verify)
+
+    def committed(self) -> None:
+        """The round has committed: what a loader has shown in it is planned for the next."""
+        chosen = None if self._loading is None else self._loading.foreseen()
+        if chosen is None or chosen is self._planned.chosen:
+            return
+        try:
+            if (copies := self._choose(chosen)) is not None:
+                for trainer, numbers in copies.takes.items():
+                    copies.prepare(trainer, sorted(numbers), self._mapped[trainer])
+        except TensorleaseError:
+            pass  # The next round says so, if it is still so.
+
+    def _choose(self, chosen: Choice) -> CopyPlan | None:
+        """Plans the offers that are known for what is copied, and for what gets the rest."""
+        planned = self._planned
+        planned.chosen = None
+        self._attached, self._sink = chosen
+        self._seen.clear()
+        offers, preference, called = planned.buffers, planned.preference, planned.called
+        copies = None
+        if chosen.attached is not None:
+            copies = chosen.attached.plan(offers, preference, called=called)
+            copies.require_complete()
+            planned.require_lent(copies)
+        gives = chosen.sink.plan(offers, self._attached_names(), preference, called)
+        self._offered_here = len(self._offered.intersection(self._attached_names()))
+        self._use(copies, gives)
+        planned.chosen = chosen
+        return copies
 
     def _nothing_wanted(self) -> str:
         """Says that no name that is offered is wanted here, with some of both."""
@@ -399,22 +408,18 @@ class Intake:
         return self._touched
 
     def begin_ahead(self, work: CopyWork) -> bool:
-        """Has GPUs begin to copy a batch of this round, for `copy` to wait for.
-
-        So one batch follows the other there, without a pause in which another process has the GPU.
+        """Has GPUs begin to copy a batch of this round, for `copy` to wait for; see `Ahead`.
 
         Returns:
             Whether they have; else `copy` does all of it, in its turn.
         """
         batch, staging = work.batch, self._staging
-        key = (batch.rank, batch.seq)
-        if key in self._ahead:
+        if (key := (batch.rank, batch.seq)) in self._ahead:
             return True
-        if self._sink is not None or staging.verify or staging.together is not None:
+        if self._sink or self._loading or staging.together or staging.verify:
             return False
-        if batch.registered:
-            plan, numbers = self._plan, batch.buffers
-        else:
+        plan, numbers = self._plan, batch.buffers
+        if not batch.registered:
             known = self._seen.find(batch.trainer, work.body or b"")
             if known is None:
                 return False
@@ -422,14 +427,7 @@ class Intake:
         if plan is None:
             return False
         mapped = self._mapped.get(batch.trainer, {})
-        taken = [number for number in plan.takes.get(batch.trainer, ()) if number in set(numbers)]
-        events = [mapped[number].event for number in taken if number in mapped]
-        if len(events) < len(taken) or not all(event is None or event.query() for event in events):
-            return False
-        begun = plan.begin(batch.trainer, numbers, mapped)
-        if begun is not None:
-            self._ahead[key] = begun
-        return begun is not None
+        return self._ahead.begin(key, plan, batch.trainer, numbers, mapped)
 
     @property
     def ahead(self) -> bool:
@@ -437,9 +435,8 @@ class Intake:
         return bool(self._ahead)
 
     def await_ahead(self) -> None:
-        """Waits until GPUs are done with all that `begin_ahead` had them begin; it counts for nothing."""
-        while self._ahead:
-            self._ahead.popitem()[1].wait()
+        """Waits until GPUs are done with all of them; it counts for nothing."""
+        self._ahead.wait()
 
     def copy(self, work: CopyWork) -> Copied:
         """Copies what is attached of a batch; returns what a callback is to get of it.
@@ -451,12 +448,16 @@ class Intake:
         """
         batch = work.batch
         self._touched = False
-        self._begun = self._ahead.pop((batch.rank, batch.seq), None)
+        self._begun = self._ahead.take((batch.rank, batch.seq))
         try:
             if batch.registered:
                 self._await_written(batch.trainer, batch.buffers)
                 return self._copy_registered(batch.trainer, batch.buffers, work.body or b"")
             return self._copy_ring(batch.trainer, batch.rank, work.body or b"")
+        except (AttachError, MismatchError) as error:
+            if self._loading is not None:
+                self._loading.discard(str(error))
+            raise
         finally:
             begun, self._begun = self._begun, None
             if begun is not None:
@@ -469,7 +470,8 @@ class Intake:
         staging, mapped = self._staging, self._mapped.get(trainer, {})
         reading = None
         if staging.verify:
-            taken = {number for plan in plans for number in plan.takes.get(trainer, ())}
+            # All that it has asked for: a loader's copies may need less.
+            taken = self._planned.takes.get(trainer, set())
             tables = [self._tables[trainer, number] for number in numbers if number in taken]
             reading = Reading(tables, tags_of(body), mapped)
             reading.read()
@@ -494,6 +496,8 @@ class Intake:
         known = None if staging.verify else self._seen.find(trainer, body)
         buffers = known.buffers if known is not None else decode_batch(body).buffers
         copies = None if known is None else known.copies
+        if self._loading is not None:
+            self._loading.check(buffers, sent=True)
         reading = None
         nbytes = 0
         if staging.verify:

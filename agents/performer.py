@@ -156,8 +156,15 @@ class Performer:
                 return None
 
     def _report_hooks(self, work: Work, error: BaseException | None, start: float) -> int | None:
-        elapsed = time.monotonic() - start
         text = "" if error is None else raised_by(_HOOKS[type(work)], error)
+        if isinstance(work, PrepareWork) and error is None:
+            try:
+                self._intake.prepared()
+            except BaseException as raised:  # noqa: BLE001 - reported, as what hooks raise
+                error, text = raised, describe(raised)
+        elif isinstance(work, CommitWork) and error is None:
+            self._intake.committed()
+        elapsed = time.monotonic() - start
         if error is not None:
             what = describe(error)
             log.error("%s: %s: %s", self._who, _NAMES[type(work)], what, exc_info=error)

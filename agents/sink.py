@@ -58,6 +58,8 @@ class AttachedTensors:
         rename: Rename | None = None,
         strict: bool = True,
         cast: Cast | None = None,
+        *,
+        boxes: Iterable[Placed] = (),
     ) -> None:
         """Takes the tensors as they are: they may be views, transposed, or parameters.
 
@@ -68,6 +70,7 @@ class AttachedTensors:
             rename: The channel's name for each own name; a name that a mapping lacks stays.
             strict: Whether a wanted name that nobody offers makes the worker incomplete.
             cast: "worker": floating dtypes that differ are converted while they are copied.
+            boxes: What else is written: several may take pieces of one name.
 
         Raises:
             AttachError: A tensor cannot be written to; its name, why, and the way out.
@@ -78,7 +81,7 @@ class AttachedTensors:
         self.cast: Final = cast
         self._wants: Final[list[Want]] = []
         tied: dict[tuple[object, ...], Want] = {}
-        for placed in place(named_tensors, regions, AttachError):
+        for placed in [*place(named_tensors, regions, AttachError), *boxes]:
             name = _renamed(placed.name, rename)
             check_tensor_name(name, AttachError)
             tensor = placed.tensor

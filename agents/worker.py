@@ -7,31 +7,26 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 from ..protocol import messages as m
 from ..protocol.errors import ConfigError, DeadlineError, TensorleaseError
 from ..protocol.limits import MAX_VERSION
-from .agent import CONNECT_TIMEOUT_S, Agent
+from .agent import CONNECT_TIMEOUT_S
 from .arguments import check_name, check_number, check_place, deadline_of, identity, new_instance
-from .callback_sink import CallbackSink, S
 from .core import Effect
-from .hooks import A, R, require_callable
 from .intake import Intake
 from .performer import Performer, in_a_round
-from .pieces import Pieces
-from .placement import NamedTensors
-from .sink import AttachedTensors, Cast, Rename
-from .together import Groups, groups_of
 from .work import Work
 from .worker_core import WorkerCore
+from .worker_setup import WorkerSetup
 from .worker_state import Holding, ToldTorn, why_late
 
 log = logging.getLogger("tensorlease.agents")
 
 
-class WorkerAgent(Agent[WorkerCore]):
+class WorkerAgent(WorkerSetup):
     """One inference worker of a channel.
 
         with WorkerAgent("policy", replica="a") as worker:
@@ -151,153 +146,6 @@ class WorkerAgent(Agent[WorkerCore]):
             f"<WorkerAgent {core.me.instance} channel={core.me.channel!r}"
             f" replica={core.replica!r} member={core.member}/{core.size}>"
         )
-
-    # ------------------------------------------------------------ setting up
-
-    def on_prepare(self, hook: R) -> R:
-        """Has `hook(round)` called before a round's first byte is written: pause, wake weights.
-
-        May be used as a decorator. What it raises puts the replica out of the round.
-
-        Raises:
-            ConfigError: It cannot be called so; as for the other hooks.
-        """
-        require_callable("on_prepare", hook, "round")
-        self._performer.hooks.prepare.append(hook)
-        return hook
-
-    def on_commit(self, hook: R) -> R:
-        """Has `hook(round)` called when the worker switches: post-process, reset caches, go on.
-
-        What it raises leaves the replica torn: not current until a later round commits.
-        """
-        require_callable("on_commit", hook, "round")
-        self._performer.hooks.commit.append(hook)
-        return hook
-
-    def on_abort(self, hook: A) -> A:
-        """Has `hook(round, reason, torn)` called when a prepared round does not commit: go on.
-
-        Exactly once for each round whose prepare hooks began and whose commit hooks did not.
-        """
-        require_callable("on_abort", hook, "round", "reason", "torn")
-        self._performer.hooks.abort.append(hook)
-        return hook
-
-    def attach(
-        self,
-        named_tensors: NamedTensors,
-        regions: Pieces | None = None,
-        rename: Rename | None = None,
-        strict: bool = True,
-        *,
-        cast: Cast | None = None,
-        together: Groups = (),
-    ) -> AttachedTensors:
-        """Sets the tensors that versions are written to, in place, and joins the channel.
-
-        Args:
-            named_tensors: Names and tensors; DTensors say their region themselves.
-            regions: For plain tensors that are pieces: global shape and start, or `RowBlocks`.
-            rename: The channel's name for each own name; a name that a mapping lacks stays.
-            strict: Whether a tensor that nobody offers keeps the worker out of rounds.
-            cast: "worker": floating dtypes that differ from the trainers' are converted during the
-                copy; without it they keep the worker out of rounds.
-            together: Groups of names in the channel, a weight and its scale say: a group of which
-                only a part comes puts the worker out of the round, and is not written.
-
-        Raises:
-            AttachError: A tensor cannot be written to; names it, why, and the way out.
-            ConfigError: There are tensors already, none were given, or the worker has begun to work.
-            NoBrokerError: There is no broker; says where it was looked for.
-            RefusedError: The broker refuses: the place in the replica is taken, say.
-        """
-        self._check_here()
-        if self._intake.attached is not None:
-            raise ConfigError(f"{self!r} has its tensors already; make another worker for others")
-        tensors = AttachedTensors(named_tensors, regions, rename, strict, cast)
-        if not tensors.names:
-            raise ConfigError(
-                f"no tensors were given to attach to {self!r}: give names and tensors"
-            )
-        groups = groups_of(together)
-        for name in groups:
-            if name not in tensors.names:
-                raise ConfigError(f"{name!r} is to come together with others, but is not attached")
-        self._join(lambda: self._intake.attach(tensors, groups), lambda: self._intake.attach(None))
-        return tensors
-
-    def attend(self) -> None:
-        """Joins the channel without tensors: for what leads the other members of a replica.
-
-        Raises:
-            ConfigError: There are tensors already, or the worker has begun to work.
-            NoBrokerError, RefusedError: As for `attach`.
-        """
-        self._check_here()
-        if self._intake.attached is not None or self._intake.sink is not None:
-            raise ConfigError(f"{self!r} takes tensors already: it takes part in rounds by that")
-        nothing = AttachedTensors({})
-        self._join(lambda: self._intake.attach(nothing), lambda: self._intake.attach(None))
-
-    def on_stage(
-        self,
-        callback: S,
-        names: Iterable[str] | None = None,
-        *,
-        strict: bool = True,
-        together: Groups = (),
-    ) -> S:
-        """Has `callback(round, tensors)` called for each batch, and joins the channel.
-
-            worker.on_stage(lambda round, tensors: model.load_weights(tensors))
-
-        `tensors` are (name, tensor) pairs: views of the trainers' memory with the global shape,
-        each name once a round, tied names one by one. What comes in pieces (from several ranks, or
-        larger than a slot) is put together first, in memory of the worker's own. Tensors that are
-        attached are copied as ever, and not given.
-
-        The memory is mapped without the right to write: who writes to a view in place (`add_`,
-        `copy_`) kills the process by SIGSEGV. All views must be gone when the callback returns:
-        copy what is to stay. If one is kept (in a list, as a slice, by numpy) the worker is out of
-        the round, by name, and the trainer must not write to the memory until it is dropped; a
-        bare pointer that is kept is not seen.
-
-        It runs where the other hooks run, and may be a coroutine function with `astep` and
-        `versions`. What it raises puts the replica out of the round. May be used as a decorator.
-
-        Args:
-            callback: What gets the tensors.
-            names: The names that it wants; None: all that come and are not attached.
-            strict: Whether one of `names` that is not sent puts the worker out of the round.
-            together: Groups of names, a weight and its scale say, that are given in one call; a
-                group of which only a part comes puts the worker out of the round.
-
-        Raises:
-            ConfigError: There is a callback already, or the worker has begun to work.
-            NoBrokerError: There is no broker; says where it was looked for.
-            RefusedError: The broker refuses: the place in the replica is taken, say.
-        """
-        self._check_here()
-        if self._intake.sink is not None:
-            raise ConfigError(f"{self!r} has an on_stage already: call both in one function")
-        sink = CallbackSink(callback, names, strict, together)
-        self._join(lambda: self._intake.give_to(sink), lambda: self._intake.give_to(None))
-        return callback
-
-    def _join(self, begin: Callable[[], None], undo: Callable[[], None]) -> None:
-        """Connects with what the worker wants now, which `begin` sets and `undo` takes back."""
-        with self._connection.mutex:
-            if self._core.state.note.seen or self._core.state.round is not None:
-                raise ConfigError(
-                    f"{self!r} works already: call attach() and on_stage() before run() or step()"
-                )
-            begin()
-        try:
-            self._connect(math.inf)
-        except BaseException:
-            undo()
-            raise
 
     # ------------------------------------------------------------ working
 

@@ -33,7 +33,7 @@ from processes import LIMIT_S, Child, Told, children, digest, end_at_sigterm, pr
 from torch import Tensor
 
 from tensorlease import RingOptions, TrainerAgent, WorkerAgent
-from tensorlease.commands.bench.gpu import shapes_of
+from tensorlease.commands.bench.gpu_shapes import shapes_of
 
 MODEL = "opt-125m"
 DTYPE = torch.bfloat16

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from tensorlease.commands.bench.gpu import qwen3
+from tensorlease.commands.bench.gpu_shapes import qwen3
 
 HEAD_WIDTH = 128
 CHOSEN = 2

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlease.commands.bench.gpu import qwen3
+from tensorlease.commands.bench.gpu_shapes import qwen3
 from tensorlease.demo.model import Model
 from tensorlease.demo.reports import Size
 

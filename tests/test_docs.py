@@ -105,6 +105,10 @@ SCENARIOS = {
         Part("stage_trainer.py", COMMITTED),
         Part("stage_worker.py", r"at version 3\nq 3\.0, k 3\.0, scale 4\.0"),
     ],
+    "loader": [
+        Part("loader_trainer.py", COMMITTED),
+        Part("loader_worker.py", r"q 3\.0, inverse 0\.25\n\{'scale': '.*aten::reciprocal'\}"),
+    ],
     "subset": [
         Part("lora_trainer.py", COMMITTED),
         Part("lora_worker.py", r"base 1\.0, adapter 3\.0"),

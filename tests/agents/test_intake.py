@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tensorlease.agents.account import MAX_MISSING
 from tensorlease.agents.errors import MappingError, MismatchError
-from tensorlease.agents.intake import MAX_MISSING, Intake
+from tensorlease.agents.intake import Intake
 from tensorlease.agents.mappings import process_mappings
 from tensorlease.agents.work import CopyWork
 from tensorlease.protocol import messages as m

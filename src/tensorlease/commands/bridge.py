@@ -47,6 +47,12 @@ def bridge() -> None:
     show_default=True,
     help="Seconds that an update may take.",
 )
+@click.option(
+    "--recorded/--loaded",
+    default=True,
+    show_default=True,
+    help="Whether workers record what the model's loader does, and copy from the second update on.",
+)
 @click.option("--endpoint", default="", metavar="ADDRESS", help="The broker's address.")
 @click.option("--job", default="", help="The job whose broker is meant.")
 def vllm(
@@ -55,6 +61,7 @@ def vllm(
     device: str,
     pause: str,
     timeout_s: float,
+    recorded: bool,
     endpoint: str,
     job: str,
 ) -> None:
@@ -75,6 +82,7 @@ def vllm(
                 device=device,
                 update_s=timeout_s,
                 pause=pause,
+                recorded=recorded,
             )
             for server in servers
         ]

@@ -23,6 +23,8 @@ from tensorlease.protocol.errors import ConfigError, TensorleaseError
 if TYPE_CHECKING:
     import torch
 
+    from tensorlease.agents.recorded import RecordedLoad
+
 Tensors = list[tuple[str, "torch.Tensor"]]
 """Names, and views of a trainer's memory: gone when what they are given to returns."""
 
@@ -63,9 +65,16 @@ class EngineMember:
     Args:
         worker: Its agent, that has attached nothing; it is closed by `close`.
         load: Takes tensors into the engine; called by `receive`, in its thread.
+        recorded: What `load` loads by, if that is recorded; whoever has it begins each load before
+            `receive`.
     """
 
-    def __init__(self, worker: WorkerAgent, load: Callable[[Tensors], object]) -> None:
+    def __init__(
+        self,
+        worker: WorkerAgent,
+        load: Callable[[Tensors], object],
+        recorded: RecordedLoad | None = None,
+    ) -> None:
         self._worker = worker
         self._load = load
         # Guards the next three.
@@ -78,7 +87,7 @@ class EngineMember:
         worker.on_prepare(self._prepare)
         worker.on_commit(self._commit)
         worker.on_abort(self._abort)
-        worker.on_stage(self._stage)
+        worker.on_stage(self._stage, recorded=recorded)
         self._thread = threading.Thread(target=self._serve, name="tensorlease-engine", daemon=True)
         self._thread.start()
 

@@ -46,6 +46,7 @@ class VLLMBridge:
         device: Label of the server's devices.
         update_s: How long an update may take, in seconds.
         pause: What becomes of requests meanwhile: "keep", "wait" or "abort"; see vLLM's `/pause`.
+        recorded: Whether its workers record what the model's loader does, and copy from then on.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class VLLMBridge:
         device: str = "cpu:0",
         update_s: float = 300.0,
         pause: str = "keep",
+        recorded: bool = True,
     ) -> None:
         self.server: Final = server
         self.replica: Final = replica
@@ -66,6 +68,7 @@ class VLLMBridge:
         self._device = device
         self._update_s = update_s
         self._pause = pause
+        self._recorded = recorded
         # What becomes of the call of `/update_weights`, until the round is decided.
         self._update: Future[None] | None = None
         # The server has half of a version, or may have: it must not answer requests.
@@ -128,6 +131,8 @@ class VLLMBridge:
         size = 1 + self.server.world_size()
         init = {"channel": self._channel, "replica": self.replica, "size": size}
         init["endpoint"] = self._endpoint
+        if not self._recorded:
+            init["recorded"] = False
         self.server.post("/init_weight_transfer_engine", {"init_info": init}, CONTROL_S)
         # Another leader may have held it, for half of a version.
         self._half = self.server.is_paused()

@@ -8,6 +8,7 @@ round begins; the handles come from the broker, without a pickle.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from tensorlease.agents import WorkerAgent
+from tensorlease.agents.recorded import RecordedLoad
 
 from .ancestors import call_at_end, server_pid
 from .member import EngineMember, Tensors, UpdateError
@@ -41,6 +43,8 @@ class InitInfo(WeightTransferInitInfo):
     """Its members."""
     endpoint: str = ""
     """The broker's address; empty: where agents look by default."""
+    recorded: bool = True
+    """Whether what the model's loader does is recorded, and its copies are repeated without it."""
 
 
 @dataclass
@@ -67,8 +71,18 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._member: EngineMember | None = None
+        self._recorded: RecordedLoad | None = None
+        # That of the recorded load: there may be a draft model, too.
+        self._main = model
+        # All that this update brings is copied: no layer is loaded.
+        self._copied = False
         # Workers outlive a server that is killed; they must not keep its seat from a new one.
         call_at_end(server_pid(), self.shutdown)
+
+    @property
+    def recorded(self) -> RecordedLoad | None:
+        """What is known of the model's loader; None: it is not recorded."""
+        return self._recorded
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the channel; again: as another member, the former is closed."""
@@ -83,15 +97,26 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             endpoint=init_info.endpoint,
             device=label_of(self.device),
         )
+        self._recorded = None
+        if init_info.recorded:
+            self._recorded = RecordedLoad(self._give, self._parameters, layer_of=_layer_of)
         try:
-            self._member = EngineMember(worker, self._load)
+            self._member = EngineMember(worker, self._load, self._recorded)
         except BaseException:
             worker.close(0.0)
             raise
 
     def start_weight_update(self) -> None:
-        """From now on the model's layers are loaded anew, each as a whole."""
-        initialize_layerwise_reload(self.model)
+        """From now on the model's layers are loaded anew, each as a whole, or copied to."""
+        recording = None
+        if self._recorded is not None:
+            if self.model is self._main:
+                recording = self._recorded.begin()
+            else:
+                self._recorded.skip()
+        self._copied = recording is not None and not recording.fallback
+        if not self._copied:
+            initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Loads what the round brings; see `EngineMember.receive`."""
@@ -101,7 +126,14 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """All layers are there: what has to be worked out from the weights is."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._copied:
+            return
+        if self._recorded is None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            return
+        with self._recorded.watching():
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._recorded.finish()
 
     def shutdown(self) -> None:
         """Leaves the channel. Idempotent."""
@@ -110,9 +142,24 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             member.close()
 
     def _load(self, tensors: Tensors) -> None:
-        model: Any = self.model
         # Layers keep what they are given until they are complete, perhaps to the end of the update.
-        model.load_weights([(name, tensor.clone()) for name, tensor in tensors])
+        cloned = ((name, tensor.clone()) for name, tensor in tensors)
+        if self._recorded is None:
+            self._give(cloned)
+        else:
+            self._recorded.load(cloned)
+
+    def _give(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        model: Any = self.model
+        model.load_weights(tensors)
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._main.named_parameters()
+        yield from self._main.named_buffers()
+
+
+def _layer_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def label_of(device: torch.device) -> str:

@@ -1,0 +1,99 @@
+"""Run by a vLLM's Python: its worker's backend takes versions, with models of vLLM's own classes.
+
+Linear layers keep their weights, as on GPUs: on CPUs vLLM packs them where no copy can reach.
+Prints, as JSON, how many tensors the loader got in each round, and what falls back.
+
+    python layerwise_program.py BENCHMARKS ENDPOINT {llama,mixtral,qwen3_moe} {recorded,loaded}
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from typing import Any
+
+import torch
+
+
+def main(benchmarks: str, endpoint: str, kind: str, how: str) -> None:
+    sys.path.insert(0, benchmarks)
+    import vllm.model_executor.layers.utils as layer_utils
+    import vllm.model_executor.model_loader.utils as loading
+    from recorded_load import checkpoint, vllm_engines  # type: ignore[import-not-found]
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from tensorlease.agents import TrainerAgent, WorkerAgent
+    from tensorlease.engines.vllm_engine import InitInfo, TensorleaseEngine, UpdateInfo
+
+    def unpacked(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    layer_utils.dispatch_cpu_unquantized_gemm = unpacked
+    models: list[Any] = []
+    initialize = loading.initialize_model
+
+    def initialized(settings: Any) -> Any:
+        models.append((initialize(settings), settings))
+        return models[-1][0]
+
+    loading.initialize_model = initialized
+    sizes = argparse.Namespace(vllm=kind, device="cpu", layers=2, experts=4, hidden=128, inner=64)
+    made = vllm_engines(sizes)
+    for _ in range(2):
+        next(made)
+    (model, settings), (fresh, _) = models
+    record_metadata_for_reloading(model)
+    device = torch.device("cpu")
+    loading.process_weights_after_loading(model, settings.model_config, device)
+    given: list[int] = []
+    load_weights = model.load_weights
+
+    def counted(weights: Any) -> Any:
+        pairs = list(weights)
+        given.append(len(pairs))
+        return load_weights(iter(pairs))
+
+    model.load_weights = counted
+    engine = TensorleaseEngine(WeightTransferConfig(backend="tensorlease"), settings, device, model)
+    weights = checkpoint(sizes, 0)
+    with (
+        torch.no_grad(),
+        TrainerAgent("policy", endpoint=endpoint) as trainer,
+        WorkerAgent("policy", replica="a", size=2, endpoint=endpoint) as leader,
+    ):
+        leader.attend()
+        leading = threading.Thread(target=leader.run)
+        leading.start()
+        engine.init_transfer_engine(InitInfo("policy", "a", 2, endpoint, how == "recorded"))
+        trainer.register(weights)
+        trainer.wait_ready(1, timeout=60.0)
+        for version in range(1, 4):
+            for name, tensor in checkpoint(sizes, version).items():
+                weights[name].copy_(tensor)
+            before = len(given)
+            handle = trainer.publish_nowait(version)
+            engine.start_weight_update()
+            engine.receive_weights(UpdateInfo(version, 60.0))
+            handle.result(60.0).raise_for_status()
+            engine.finish_weight_update()
+            given[before:] = [sum(given[before:])]
+            fresh.load_weights((name, tensor.clone()) for name, tensor in weights.items())
+            for name, tensor in fresh.named_parameters():
+                have = model.get_parameter(name)
+                assert torch.equal(have.view(torch.int16), tensor.view(torch.int16)), name
+        engine.shutdown()
+        leader.stop()
+        leading.join()
+    fallback = dict(engine.recorded.fallback) if engine.recorded is not None else None
+    sys.stdout.write(
+        json.dumps({"tensors": len(weights), "given": given, "fallback": fallback}) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
