@@ -8,6 +8,7 @@ does not wait for its device, and a worker looks for the event before it copies.
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from . import cuda_driver as driver
 from .cuda_driver import CudaError, Extent
 from .cuda_reasons import COPIES, not_exported, not_mapped, require_format, require_reach
 from .errors import GpuMemoryError, MappingError, NotSharedError
+
+log = logging.getLogger("tensorlease.agents")
 
 # What torch's stubs do not say.
 _make_event: Final[Callable[..., torch.cuda.Event]] = torch.cuda.Event
@@ -235,7 +238,11 @@ class CudaMapping:
             )
         opened, self._opened = self._opened, 0
         if opened:
-            driver.close_handle(self._ordinal, opened)
+            try:
+                driver.close_handle(self._ordinal, opened)
+            except CudaError as error:
+                # Something else has failed on the device: nothing can read there any more.
+                log.error("GPU memory of a trainer was not unmapped: %s", error)
 
     def _readable(self) -> _Block:
         if self._block is None:

@@ -22,6 +22,8 @@ _PEER_ACCESS: Final = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: memory of another GPU can be opened, too."""
 _NON_BLOCKING: Final = 1
 """CU_STREAM_NON_BLOCKING: it does not wait for the default stream."""
+_BUFFER_ID: Final = ctypes.c_int(7)
+"""CU_POINTER_ATTRIBUTE_BUFFER_ID"""
 _NOT_READY: Final = 600
 """CUDA_ERROR_NOT_READY: it goes on."""
 _THREAD_LOCAL: Final = 1
@@ -207,6 +209,13 @@ def is_virtual(ordinal: int, address: int) -> bool:
             return False
         _call("cuMemRelease", handle)
     return True
+
+
+def buffer_id(address: int) -> int:
+    """Returns what tells the allocation at an address from any later one there; within `context`."""
+    number = ctypes.c_uint64()
+    _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, _Pointer(address))
+    return number.value
 
 
 def new_stream(ordinal: int) -> int:

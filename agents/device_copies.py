@@ -40,6 +40,8 @@ class DeviceRuns:
         self._times = 0
         # What cannot be captured is issued one by one each time.
         self._graph: Graph | None = None
+        # An address in each allocation that the graph copies in, and what tells it from another.
+        self._allocations: dict[int, int] = {}
 
     def begin(self) -> torch.cuda.Event:
         """Copies every run, after what this thread's current stream was told; returns its end."""
@@ -55,6 +57,8 @@ class DeviceRuns:
         """Copies every run, in the order of the device's first lane; see `lane`."""
         main = _lanes(self._ordinal).streams[0]
         with driver.context(self._ordinal):
+            if self._graph is not None and not self._are_there():
+                self._graph, self._times = None, 0
             self._times += 1
             if self._times == 2:
                 self._graph = self._captured(main)
@@ -65,11 +69,42 @@ class DeviceRuns:
 
     def _captured(self, main: torch.cuda.Stream) -> Graph | None:
         try:
+            self._allocations = self._allocations_of_runs()
             with driver.captured(self._ordinal, main.cuda_stream) as capture:
                 self._issue(main)
         except (CudaError, RuntimeError):
             return None
         return capture.graph
+
+    def _allocations_of_runs(self) -> dict[int, int]:
+        """Returns an address in each allocation, and its id.
+
+        Raises:
+            CudaError: One of them is of virtual memory, which is mapped anew without a sign.
+        """
+        found: dict[int, int] = {}
+        end = 0
+        for address in sorted(each for lane in self._lanes for run in lane for each in run[:2]):
+            if address < end:
+                continue
+            extent = driver.address_range(self._ordinal, address)
+            if driver.is_virtual(self._ordinal, address):
+                raise CudaError("cuStreamBeginCapture", "virtual memory")
+            found[address] = driver.buffer_id(address)
+            end = extent.address + extent.nbytes
+        return found
+
+    def _are_there(self) -> bool:
+        """Whether all memory is that of the capture: else what a graph does with it is undefined.
+
+        An engine that has slept may get other memory at the same addresses.
+        """
+        try:
+            return all(
+                driver.buffer_id(address) == number for address, number in self._allocations.items()
+            )
+        except CudaError:
+            return False  # Something is gone; then so are the addresses, as far as they are used.
 
     def _issue(self, main: torch.cuda.Stream) -> None:
         used = _lanes(self._ordinal).streams[: len(self._lanes)]

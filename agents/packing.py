@@ -92,6 +92,8 @@ class Packing:
         """Where the last tensor ends, in bytes."""
         self.nbytes = 0
         """Bytes of all tensors, aliases and padding not counted."""
+        self.body: bytes | None = None
+        """The body of its batch, where that is known."""
         self._cost = 0
 
     @property
@@ -136,7 +138,13 @@ class Packing:
         self.entries.extend(entries)
         self._count(entries[0].offset, nbytes, cost)
 
+    def set(self, entries: Sequence[TensorEntry], nbytes: int, end: int) -> None:
+        """Holds these, and nothing else."""
+        self.entries[:] = entries
+        self.nbytes, self.end = nbytes, end
+
     def _count(self, offset: int, nbytes: int, cost: int) -> None:
+        self.body = None
         self.end = offset + nbytes
         self.nbytes += nbytes
         self._cost += cost

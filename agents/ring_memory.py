@@ -33,6 +33,8 @@ class Filling(NamedTuple):
 
     def body(self, tags: bytes | None) -> bytes:
         """Returns the body of its batch; `tags`: of a verified round."""
+        if tags is None and self.packing.body is not None:
+            return self.packing.body
         nbytes, handle = self.memory.nbytes, self.memory.handle
         buffer = Buffer(self.number, nbytes, handle, self.packing.entries, tags)
         return encode_body(BatchBody([buffer]))

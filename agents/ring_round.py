@@ -20,19 +20,19 @@ from ..protocol.errors import (
     TensorleaseError,
 )
 from ..protocol.records import Code, Proof, Terms
-from ..protocol.regions import Region, is_common, whole
+from ..protocol.regions import Region, is_common
 from ..protocol.tables import TensorEntry
 from .arguments import check_timeout
 from .digests import digest_buffer
 from .errors import NO_ROOM, ExportError, GpuMemoryError, RingFullError, SharedMemoryError
-from .filling import check_sendable, copies_bytes, copy_bytes, dtype_name, fill, sent_dtype
-from .mappings import process_mappings
+from .filling import check_sendable, dtype_name, fill, sent_dtype
 from .packing import TABLE_BYTES, cut, table_cost
 from .pieces import Pieces, Place
 from .placement import NamedTensors, Placed, check_tensor_name, place_one
 from .results import RoundHandle, RoundResult, UnreleasedError
 from .ring_memory import Filling
-from .sent_before import MOST_KNOWN, SentBefore
+from .ring_script import layout_to_send, note_sent, send_by_script
+from .sent_before import remember, send_again
 from .waiting import seconds
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class RingRound:
         if not isinstance(tied, Iterable):
             raise ConfigError(f"tied {tied!r}: must be names of tensors")
         aliases = (tied,) if isinstance(tied, str) else tuple(tied)
-        if dtype is None and region is None and self._send_again(name, tensor, aliases):
+        if dtype is None and region is None and send_again(self, name, tensor, aliases):
             return
         own = dtype_name(dtype)
         with self._sending:
@@ -312,45 +312,7 @@ class RingRound:
                 boxes = self._sent.setdefault(each, (placed[0].shape, dtypes[0], []))[2]
                 boxes.extend(part.region for part in placed)
             if own is None and region is None:
-                self._remember(placed, dtypes, aliases)
-
-    def _remember(self, placed: list[Placed], dtypes: list[str], aliases: tuple[str, ...]) -> None:
-        """Keeps what was found out about a tensor, if it can be sent without a look next time."""
-        known = self._source._sent_before
-        slots = self._source._ring.slots.options
-        found = None
-        if len(placed) == 1 and copies_bytes(placed[0].device, slots.device):
-            found = SentBefore.of(placed[0], aliases, dtypes[0], self._dtype, slots.slot_bytes)
-        if found is None:
-            known.pop(placed[0].name, None)
-        elif len(known) < MOST_KNOWN or placed[0].name in known:
-            known[placed[0].name] = found
-
-    def _send_again(self, name: str, tensor: torch.Tensor, aliases: tuple[str, ...]) -> bool:
-        """Sends a tensor that is like the one of this name before; False: it is to be looked at."""
-        known = self._source._sent_before.get(name)
-        if known is None or not known.is_like(tensor, aliases, self._dtype):
-            return False
-        address = tensor.data_ptr()
-        with self._sending:
-            self._check_active()
-            if self.handle is None or self._registered or self._subset:
-                return False
-            if any(each in self._sent for each in (name, *aliases)):
-                return False
-            if process_mappings().owner_of(address) is not None:
-                return False
-            self._raise_if_refused()
-            for part in known.parts:
-                filling = self._slot_for(part.nbytes, known.cost)
-                if filling is None:
-                    break
-                copy_bytes(filling.view, filling.packing.offset, address + part.begin, part.nbytes)
-                entries = known.entries(name, part, filling.packing.offset)
-                filling.packing.add_again(entries, part.nbytes, known.cost)
-            for each in (name, *aliases):
-                self._sent[each] = (known.shape, known.dtype, [whole(known.shape)])
-        return True
+                remember(self, placed, dtypes, aliases)
 
     def send_all(
         self,
@@ -377,11 +339,16 @@ class RingRound:
         """
         names, pieces = dict(tied or {}), dict(regions or {})
         alone = self._source._core.world_size == 1
+        layout = None if names or pieces else layout_to_send(self, named_tensors)
+        if layout is not None and send_by_script(self, layout):
+            return
         for name, tensor in self._pairs(named_tensors, alone):
             self.send(name, tensor, tied=names.pop(name, ()), region=pieces.pop(name, None))
             del tensor  # Else it would still be there when the next is made.
         if self.ended and alone:
             return
+        if layout is not None:
+            note_sent(self, layout)
         for what, left in (("tied", names), ("regions", pieces)):
             for name in left:
                 raise ExportError(name, f"is named in {what} but was not given")

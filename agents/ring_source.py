@@ -21,6 +21,7 @@ from .results import RoundHandle, RoundResult
 from .ring import RingStatus, SlotState
 from .ring_memory import RingMemory
 from .ring_round import RingRound
+from .ring_script import Layout, Script
 from .sent_before import SentBefore
 from .trainer_core import BuffersRetired, LeaseStuck, Released, RetireDenied, TrainerCore
 from .waiting import seconds
@@ -37,6 +38,9 @@ class RingSource(Agent[TrainerCore]):
     _ring_round: RingRound | None = None
     # What was found out about tensors that went through the ring, by name.
     _sent_before: dict[str, SentBefore]
+    # How the dictionary lay that was sent last, and how one is sent that is like the one before.
+    _last_layout: Layout | None = None
+    _script: Script | None = None
 
     @property
     def ring(self) -> RingStatus:

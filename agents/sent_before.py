@@ -6,15 +6,20 @@ they are still of the same kind.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import torch
 
 from ..protocol.dtypes import ITEM_SIZES
-from ..protocol.regions import Region, single_run
+from ..protocol.regions import Region, single_run, whole
 from ..protocol.tables import TensorEntry
+from .filling import copies_bytes, copy_bytes
+from .mappings import process_mappings
 from .packing import cut, entries_of, table_cost
 from .placement import Placed
+
+if TYPE_CHECKING:
+    from .ring_round import RingRound
 
 MOST_KNOWN: Final = 100_000
 """Tensors that are remembered."""
@@ -110,3 +115,44 @@ class SentBefore(NamedTuple):
             found = entries_of(name, self.dtype, self.shape, part.region, self.tied, offset)
             part.said[offset] = found
         return found
+
+
+def remember(
+    rnd: RingRound, placed: list[Placed], dtypes: list[str], aliases: tuple[str, ...]
+) -> None:
+    """Keeps what was found out about a tensor, if it can be sent without a look next time."""
+    known, slots = rnd._source._sent_before, rnd._source._ring.slots.options
+    name, found = placed[0].name, None
+    if len(placed) == 1 and copies_bytes(placed[0].device, slots.device):
+        found = SentBefore.of(placed[0], aliases, dtypes[0], rnd._dtype, slots.slot_bytes)
+    if found is None:
+        known.pop(name, None)
+    elif len(known) < MOST_KNOWN or name in known:
+        known[name] = found
+
+
+def send_again(rnd: RingRound, name: str, tensor: torch.Tensor, aliases: tuple[str, ...]) -> bool:
+    """Sends a tensor that is like the one of this name before; False: it is to be looked at."""
+    known = rnd._source._sent_before.get(name)
+    if known is None or not known.is_like(tensor, aliases, rnd._dtype):
+        return False
+    address = tensor.data_ptr()
+    with rnd._sending:
+        rnd._check_active()
+        if rnd.handle is None or rnd._registered or rnd._subset:
+            return False
+        if any(each in rnd._sent for each in (name, *aliases)):
+            return False
+        if process_mappings().owner_of(address) is not None:
+            return False
+        rnd._raise_if_refused()
+        for part in known.parts:
+            filling = rnd._slot_for(part.nbytes, known.cost)
+            if filling is None:
+                break
+            copy_bytes(filling.view, filling.packing.offset, address + part.begin, part.nbytes)
+            entries = known.entries(name, part, filling.packing.offset)
+            filling.packing.add_again(entries, part.nbytes, known.cost)
+        for each in (name, *aliases):
+            rnd._sent[each] = (known.shape, known.dtype, [whole(known.shape)])
+    return True

@@ -64,14 +64,11 @@ def test_wider_and_equal_dtypes_are_fine(source: torch.dtype, target: torch.dtyp
 
 
 @pytest.mark.parametrize("shape", [(1000,), (10, 100), (1, 1, 1000), (2, 500), (7, 11, 13), (3,)])
-def test_parts_of_bounded_size_make_up_the_whole(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(casting, "PART_BYTES", 400)
+def test_parts_of_bounded_size_make_up_the_whole(shape: tuple[int, ...]) -> None:
     source = torch.rand(shape)
     target = torch.zeros(shape[::-1], dtype=torch.bfloat16).permute(*reversed(range(len(shape))))
     sizes: list[int] = []
-    for target_part, source_part in parts_of(target, source):
+    for target_part, source_part in parts_of(target, source, 400):
         target_part.copy_(source_part)
         sizes.append(source_part.numel() * source_part.element_size())
     assert sum(sizes) == source.numel() * 4
