@@ -183,7 +183,7 @@ def test_on_a_gpu_every_round_equals_a_fresh_load(
     url: str, broker: Threaded, worker: WorkerAgent
 ) -> None:
     model = EngineModel(device="cuda")
-    load = worker.attach_loader(model.load_weights, model.parameters)
+    recorded = worker.attach_loader(model.load_weights, model.parameters)
     weights = checkpoint(1, "cuda")
     with TrainerAgent("policy", endpoint=url) as trainer:
         trainer.register(weights)
@@ -192,7 +192,7 @@ def test_on_a_gpu_every_round_equals_a_fresh_load(
             assert publish(trainer, worker, version).ok
             require_equal(model.state(), expected(version, "cuda"))
     assert [len(names) for names in model.loads[1:]] == [len(FALLBACK)] * 4
-    assert load.fallback.keys() == FALLBACK
+    assert recorded.fallback.keys() == FALLBACK
 
 
 def test_pieces_of_two_ranks_are_copied_without_being_put_together(
@@ -256,8 +256,9 @@ def test_what_it_has_recorded_is_there_before_other_commit_hooks_run(
     url: str, broker: Threaded, worker: WorkerAgent, model: EngineModel
 ) -> None:
     there: list[bool] = []
-    worker.on_commit(lambda _: there.append(load.recording is not None))
-    load = worker.attach_loader(model.load_weights, model.parameters)
+    made: list[RecordedLoad] = []
+    worker.on_commit(lambda _: there.append(made[0].recording is not None))
+    made.append(worker.attach_loader(model.load_weights, model.parameters))
     with TrainerAgent("policy", endpoint=url) as trainer:
         trainer.register(checkpoint(1))
         assert publish(trainer, worker, 1).ok
@@ -274,15 +275,15 @@ def test_a_round_that_fails_in_the_loader_is_recorded_when_it_works(
         if fails.pop() if fails else False:
             raise RuntimeError("it went wrong")
 
-    load = worker.attach_loader(load_weights, model.parameters)
+    recorded = worker.attach_loader(load_weights, model.parameters)
     with TrainerAgent("policy", endpoint=url) as trainer:
         trainer.register(checkpoint(1))
         result = publish(trainer, worker, 1)
         assert result.outcome is Outcome.FAILED
         assert "it went wrong" in result.reason
-        assert load.recording is None
+        assert recorded.recording is None
         assert publish(trainer, worker, 1).ok
-        assert load.recording is not None
+        assert recorded.recording is not None
         require_equal(model.state(), expected(1))
 
 

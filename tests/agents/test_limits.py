@@ -34,7 +34,10 @@ NEVER_WAITS = {
     "RingRound": {"flush", "repeat"},
 }
 """Public methods that return at once, whatever the broker does."""
-CONNECTS = {"TrainerAgent": {"register"}, "WorkerAgent": {"attach", "attend", "on_stage"}}
+CONNECTS = {
+    "TrainerAgent": {"register"},
+    "WorkerAgent": {"attach", "attach_loader", "attend", "on_stage"},
+}
 """Those that wait for nothing but a broker, within the `connect_timeout` of their agent."""
 BY_THEIR_ROUND = {"RingRound": {"send", "send_all"}}
 """Those of a round, whose limit was given to `open_round`."""
