@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tensorlease.agents import TrainerAgent, WorkerAgent
+from tensorlease.agents.recorded import RecordedLoad
 from tensorlease.protocol.errors import ConfigError
 from tensorlease.protocol.records import Outcome
 
@@ -18,7 +19,6 @@ from .serving import serving, work_until
 from .stages import publish
 
 if TYPE_CHECKING:
-    from tensorlease.agents.recorded import RecordedLoad
     from tensorlease.agents.results import RoundHandle
 
 torch = pytest.importorskip("torch")
@@ -296,3 +296,32 @@ def test_a_worker_has_a_loader_or_tensors_and_a_callback_not_both(
         worker.on_stage(lambda round, tensors: None)
     with pytest.raises(ConfigError, match="has a loader"):
         worker.attach({"w": torch.zeros(1)})
+
+
+def test_an_engine_that_leads_its_loads_itself_is_told_when_its_recording_is_void(
+    url: str, broker: Threaded, worker: WorkerAgent, model: EngineModel
+) -> None:
+    load = RecordedLoad(model.load_weights, model.parameters, layer_of=lambda name: name)
+    worker.on_stage(lambda round, tensors: load.load(tensors), recorded=load)
+    weights = checkpoint(1)
+    late = {"norm": weights.pop("norm")}
+
+    def engine_does(version: int) -> bool:
+        load.begin()
+        result = publish(trainer, worker, version)
+        if result.ok:
+            load.finish()
+        return bool(result.ok)
+
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register(weights)
+        assert engine_does(1)
+        assert engine_does(2)
+        trainer.register(late)
+        load.begin()  # Before the worker knows of what is offered now.
+        result = publish(trainer, worker, 3)
+        assert result.outcome is Outcome.FAILED
+        assert "norm" in result.reason
+        assert "the next round is loaded as a whole" in result.reason
+        assert engine_does(3)
+        require_equal(model.state(), expected(1))
