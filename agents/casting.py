@@ -73,9 +73,13 @@ def convert(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def parts_of(
-    target: torch.Tensor, source: torch.Tensor, most: int = PART_BYTES
+    target: torch.Tensor, source: torch.Tensor, most: int | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the same parts of two tensors of one shape, each of at most `most` bytes in `source`."""
+    """Yields the same parts of two tensors of one shape, each of at most `most` bytes in `source`.
+
+    Default: `PART_BYTES`.
+    """
+    most = PART_BYTES if most is None else most
     if source.numel() * source.element_size() <= most:
         yield target, source
         return

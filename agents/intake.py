@@ -167,7 +167,7 @@ class Intake:
         return tuple(sorted(self._unwanted | self._staging.unwanted))
 
     def _attached_names(self) -> frozenset[str]:
-        return frozenset() if self._attached is None else frozenset(self._attached.names)
+        return frozenset() if self._attached is None else self._attached.name_set
 
     def offered(self, message: m.Offered, body: bytes | None) -> None:
         """Keeps an offer until it is planned; called under the connection's lock."""
@@ -264,7 +264,7 @@ class Intake:
         staging, planned = self._staging, self._planned
         if self._loading is None:
             return
-        chosen = self._loading.choose(self._tables.values(), subset=staging.subset)
+        chosen = self._loading.choose(planned, subset=staging.subset)
         if planned.chosen is not chosen:
             self._choose(chosen)
         self.begin(subset=staging.subset, shared=staging.shared, verify=staging.verify)

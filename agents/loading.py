@@ -56,12 +56,13 @@ class Loading:
         self.whole: Final = Choice(None, CallbackSink(callback))
         """Everything goes to the loader."""
         self._known: tuple[Recording, Choice] | None = None
+        self._checked: tuple[Recording, Planned] | None = None
 
-    def choose(self, buffers: Iterable[Buffer], *, subset: bool) -> Choice:
+    def choose(self, planned: Planned, *, subset: bool) -> Choice:
         """Says how the round that has begun is taken in.
 
         Args:
-            buffers: What is offered.
+            planned: What is offered.
             subset: It carries only some of the tensors.
 
         Raises:
@@ -70,12 +71,23 @@ class Loading:
         recording = self._load.begin(whole=not subset) if self._begins else self._load.repeated
         if recording is not None:
             try:
-                self.check(buffers)
+                self._check_offers(recording, planned)
             except MismatchError:
                 if not self._begins:
                     raise
                 recording = self._load.begin(whole=not subset)
         return self.whole if recording is None else self._choice(recording)
+
+    def _check_offers(self, recording: Recording, planned: Planned) -> None:
+        """As `check`; looks at the same offers once."""
+        if (
+            self._checked is None
+            or self._checked[0] is not recording
+            or self._checked[1] is not planned
+        ):
+            for buffers in planned.buffers.values():
+                self.check(buffers)
+            self._checked = recording, planned
 
     def foreseen(self) -> Choice | None:
         """Returns what `choose` is likely to say of the next round, where that is copied."""

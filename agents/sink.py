@@ -108,6 +108,8 @@ class AttachedTensors:
                 self._by_name.setdefault(name, []).append(want)
         self.names: Final = tuple(self._by_name)
         """The names in the channel that are wanted."""
+        self.name_set: Final = frozenset(self._by_name)
+        """The same."""
         self.nbytes: Final = sum(want.placed.nbytes for want in self._wants)
         """Bytes of all of them, tied tensors once."""
 

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,17 +224,23 @@ def main() -> None:
     took: dict[str, list[float]] = {}
     weights = checkpoint(options, 0)
     with torch.no_grad():
-        plain, recorded, *fresh = (next(engines) for _ in range(4))
+        fresh, engine = next(engines), next(engines)
         with WorkerAgent("loader") as worker:
-            worker.on_stage(lambda _, tensors: plain.load_weights(iter(tensors)))
-            took["loader"] = measure(options, weights, worker, plain, fresh[0])
+            worker.on_stage(partial(loaded, engine))
+            took["loader"] = measure(options, weights, worker, engine, fresh)
+        del worker, engine  # Room for the next, on a GPU.
+        engine = next(engines)
         with WorkerAgent("recorded") as worker:
-            load = worker.attach_loader(recorded.load_weights, recorded.parameters)
-            took["recorded"] = measure(options, weights, worker, recorded, fresh[1])
+            load = worker.attach_loader(engine.load_weights, engine.parameters)
+            took["recorded"] = measure(options, weights, worker, engine, fresh)
     report(options, weights, took)
     print(f"{options.rounds} rounds equal to fresh loads; {len(load.fallback)} names fall back")
     for name, why in load.fallback.items():
         print(f"  {name}: {why}")
+
+
+def loaded(engine: Engine, _: object, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    engine.load_weights(iter(tensors))
 
 
 def measure(
@@ -245,17 +252,18 @@ def measure(
 ) -> list[float]:
     """Publishes the rounds to one worker; returns the seconds that it took for each."""
     took: list[float] = []
+    made = torch.Generator(options.device).manual_seed(1)
     thread = threading.Thread(target=run, args=(worker, options.rounds))
     thread.start()
     with TrainerAgent(worker.channel) as trainer:
         trainer.register(weights)
         trainer.wait_ready(1)
         for version in range(1, options.rounds + 1):
-            for name, tensor in checkpoint(options, version).items():
-                weights[name].copy_(tensor)
+            for tensor in weights.values():
+                tensor.normal_(generator=made)
             result = trainer.publish(version, timeout=600.0).raise_for_status()
             took += [receiver.copy_s for receiver in result.receivers.values()]
-            fresh.load_weights(iter([(n, t.clone()) for n, t in weights.items()]))
+            fresh.load_weights((name, tensor.clone()) for name, tensor in weights.items())
             require_equal(engine, fresh)
     thread.join()
     return took

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tensorlease.agents import TrainerAgent, WorkerAgent
+from tensorlease.agents.recorded import RecordedLoad
 from tensorlease.protocol.errors import ConfigError
 from tensorlease.protocol.records import Outcome
 
@@ -18,7 +19,6 @@ from .serving import serving, work_until
 from .stages import publish
 
 if TYPE_CHECKING:
-    from tensorlease.agents.recorded import RecordedLoad
     from tensorlease.agents.results import RoundHandle
 
 torch = pytest.importorskip("torch")
@@ -183,7 +183,7 @@ def test_on_a_gpu_every_round_equals_a_fresh_load(
     url: str, broker: Threaded, worker: WorkerAgent
 ) -> None:
     model = EngineModel(device="cuda")
-    load = worker.attach_loader(model.load_weights, model.parameters)
+    recorded = worker.attach_loader(model.load_weights, model.parameters)
     weights = checkpoint(1, "cuda")
     with TrainerAgent("policy", endpoint=url) as trainer:
         trainer.register(weights)
@@ -192,7 +192,7 @@ def test_on_a_gpu_every_round_equals_a_fresh_load(
             assert publish(trainer, worker, version).ok
             require_equal(model.state(), expected(version, "cuda"))
     assert [len(names) for names in model.loads[1:]] == [len(FALLBACK)] * 4
-    assert load.fallback.keys() == FALLBACK
+    assert recorded.fallback.keys() == FALLBACK
 
 
 def test_pieces_of_two_ranks_are_copied_without_being_put_together(
@@ -256,9 +256,9 @@ def test_what_it_has_recorded_is_there_before_other_commit_hooks_run(
     url: str, broker: Threaded, worker: WorkerAgent, model: EngineModel
 ) -> None:
     there: list[bool] = []
-    attached: list[RecordedLoad] = []
-    worker.on_commit(lambda _: there.append(attached[0].recording is not None))
-    attached.append(worker.attach_loader(model.load_weights, model.parameters))
+    made: list[RecordedLoad] = []
+    worker.on_commit(lambda _: there.append(made[0].recording is not None))
+    made.append(worker.attach_loader(model.load_weights, model.parameters))
     with TrainerAgent("policy", endpoint=url) as trainer:
         trainer.register(checkpoint(1))
         assert publish(trainer, worker, 1).ok
@@ -275,15 +275,15 @@ def test_a_round_that_fails_in_the_loader_is_recorded_when_it_works(
         if fails.pop() if fails else False:
             raise RuntimeError("it went wrong")
 
-    load = worker.attach_loader(load_weights, model.parameters)
+    recorded = worker.attach_loader(load_weights, model.parameters)
     with TrainerAgent("policy", endpoint=url) as trainer:
         trainer.register(checkpoint(1))
         result = publish(trainer, worker, 1)
         assert result.outcome is Outcome.FAILED
         assert "it went wrong" in result.reason
-        assert load.recording is None
+        assert recorded.recording is None
         assert publish(trainer, worker, 1).ok
-        assert load.recording is not None
+        assert recorded.recording is not None
         require_equal(model.state(), expected(1))
 
 
@@ -296,3 +296,32 @@ def test_a_worker_has_a_loader_or_tensors_and_a_callback_not_both(
         worker.on_stage(lambda round, tensors: None)
     with pytest.raises(ConfigError, match="has a loader"):
         worker.attach({"w": torch.zeros(1)})
+
+
+def test_an_engine_that_leads_its_loads_itself_is_told_when_its_recording_is_void(
+    url: str, broker: Threaded, worker: WorkerAgent, model: EngineModel
+) -> None:
+    load = RecordedLoad(model.load_weights, model.parameters, layer_of=lambda name: name)
+    worker.on_stage(lambda round, tensors: load.load(tensors), recorded=load)
+    weights = checkpoint(1)
+    late = {"norm": weights.pop("norm")}
+
+    def engine_does(version: int) -> bool:
+        load.begin()
+        result = publish(trainer, worker, version)
+        if result.ok:
+            load.finish()
+        return bool(result.ok)
+
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register(weights)
+        assert engine_does(1)
+        assert engine_does(2)
+        trainer.register(late)
+        load.begin()  # Before the worker knows of what is offered now.
+        result = publish(trainer, worker, 3)
+        assert result.outcome is Outcome.FAILED
+        assert "norm" in result.reason
+        assert "the next round is loaded as a whole" in result.reason
+        assert engine_does(3)
+        require_equal(model.state(), expected(1))

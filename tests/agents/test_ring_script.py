@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tensorlease.agents import RingOptions, TrainerAgent, ring_round
+from tensorlease.agents import RingOptions, TrainerAgent, placement, ring_round
 from tensorlease.agents.ring_script import Script
 
 from ..broker.raw_agents import Threaded
@@ -49,7 +49,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of tensors that were looked at one by one."""
     found: list[str] = []
-    place_one = ring_round.place_one
+    place_one = placement.place_one
 
     def noted(name: str, *args: Any) -> Any:
         found.append(name)
@@ -162,6 +162,7 @@ def test_tensors_made_anew_are_looked_at_once_if_they_are_of_the_same_kind(
     first = weights()
     target = like(first)
     start_worker("r", target)
+    sent: dict[str, Tensor] = {}
     for version in (1, 2, 3):
         sent = {name: tensor + version for name, tensor in first.items()}
         made = ((name, tensor.clone()) for name, tensor in sent.items())
