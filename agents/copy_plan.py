@@ -7,6 +7,7 @@ for as long as every mapping and every tensor lies where it lay.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter, eq
@@ -106,6 +107,8 @@ class _Ready(Struct):
 
     addresses: list[int]
     """Where each buffer is mapped."""
+    memories: list[weakref.ref[MappedMemory]]
+    """The mappings themselves: another one may lie at the same address."""
     lying: _Lying
     """How the tensors that are written lay in memory."""
     counted: list[torch.Tensor]
@@ -231,6 +234,9 @@ class CopyPlan:
         ready = self._kept.get((source, taken))
         if ready is None or ready.addresses != [memory.address for memory in memories]:
             return None
+        same = [known() for known in ready.memories]
+        if any(known is not memory for known, memory in zip(same, memories, strict=True)):
+            return None
         return ready if ready.lying.unchanged() else None
 
     def prepare(
@@ -307,7 +313,8 @@ class CopyPlan:
             _lane(ordinal, runs.get(ordinal, []), boxes.get(ordinal, []))
             for ordinal in sorted(each for each in {*runs, *boxes} if each is not None)
         ]
-        return _Ready(addresses, lying, counted, *at_home, lanes, copied)
+        same = [weakref.ref(memory) for memory in memories]
+        return _Ready(addresses, same, lying, counted, *at_home, lanes, copied)
 
     def _memory(self, source: str, number: int, mapped: Mapping[int, MappedMemory]) -> MappedMemory:
         memory = mapped.get(number)
@@ -463,7 +470,7 @@ def _goes_on(runs: list[Run], run: Run) -> bool:
 def _lane(ordinal: int, runs: list[Run], boxes: list[tuple[Step, int]]) -> _Lane:
     from .device_copies import DeviceRuns
 
-    return _Lane(ordinal, DeviceRuns(ordinal, runs), boxes)
+    return _Lane(ordinal, DeviceRuns(ordinal, runs, sources_stay=True), boxes)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from . import cuda_driver as driver
 from .copying import Run
 from .cuda_driver import CudaError, Graph
+from .still_there import StillThere
 
 LANES: Final = 4
 """Streams that share the copies."""
@@ -32,16 +33,18 @@ class DeviceRuns:
     Args:
         ordinal: The device that copies.
         runs: Addresses that it can reach.
+        sources_stay: The memory that is read is the same as long as this is used.
     """
 
-    def __init__(self, ordinal: int, runs: Sequence[Run]) -> None:
+    def __init__(self, ordinal: int, runs: Sequence[Run], *, sources_stay: bool = False) -> None:
         self._ordinal = ordinal
+        self._sources_stay = sources_stay
         self._lanes = _shared_out(runs)
         self._times = 0
         # What cannot be captured is issued one by one each time.
         self._graph: Graph | None = None
-        # An address in each allocation that the graph copies in, and what tells it from another.
-        self._allocations: dict[int, int] = {}
+        # The memory that the graph copies in.
+        self._memory: StillThere | None = None
 
     def begin(self) -> torch.cuda.Event:
         """Copies every run, after what this thread's current stream was told; returns its end."""
@@ -57,8 +60,8 @@ class DeviceRuns:
         """Copies every run, in the order of the device's first lane; see `lane`."""
         main = _lanes(self._ordinal).streams[0]
         with driver.context(self._ordinal):
-            if self._graph is not None and not self._are_there():
-                self._graph, self._times = None, 0
+            if self._memory is not None and not self._memory.holds():
+                self._graph, self._memory, self._times = None, None, 0
             self._times += 1
             if self._times == 2:
                 self._graph = self._captured(main)
@@ -69,42 +72,15 @@ class DeviceRuns:
 
     def _captured(self, main: torch.cuda.Stream) -> Graph | None:
         try:
-            self._allocations = self._allocations_of_runs()
+            runs = [run for lane in self._lanes for run in lane]
+            watched = [run.target for run in runs]
+            watched += [] if self._sources_stay else [run.source for run in runs]
+            self._memory = StillThere(self._ordinal, watched)
             with driver.captured(self._ordinal, main.cuda_stream) as capture:
                 self._issue(main)
         except (CudaError, RuntimeError):
             return None
         return capture.graph
-
-    def _allocations_of_runs(self) -> dict[int, int]:
-        """Returns an address in each allocation, and its id.
-
-        Raises:
-            CudaError: One of them is of virtual memory, which is mapped anew without a sign.
-        """
-        found: dict[int, int] = {}
-        end = 0
-        for address in sorted(each for lane in self._lanes for run in lane for each in run[:2]):
-            if address < end:
-                continue
-            extent = driver.address_range(self._ordinal, address)
-            if driver.is_virtual(self._ordinal, address):
-                raise CudaError("cuStreamBeginCapture", "virtual memory")
-            found[address] = driver.buffer_id(address)
-            end = extent.address + extent.nbytes
-        return found
-
-    def _are_there(self) -> bool:
-        """Whether all memory is that of the capture: else what a graph does with it is undefined.
-
-        An engine that has slept may get other memory at the same addresses.
-        """
-        try:
-            return all(
-                driver.buffer_id(address) == number for address, number in self._allocations.items()
-            )
-        except CudaError:
-            return False  # Something is gone; then so are the addresses, as far as they are used.
 
     def _issue(self, main: torch.cuda.Stream) -> None:
         used = _lanes(self._ordinal).streams[: len(self._lanes)]

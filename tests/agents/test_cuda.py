@@ -126,6 +126,87 @@ def test_what_a_kernel_still_writes_is_waited_for_on_the_device(
             take(process, version, sent, "end" if version == rounds else "go on")
 
 
+def sleeper(url: str, shapes: Shapes) -> None:
+    """In a child: a worker whose tensors give their memory back before each round, as an engine does."""
+    target = {
+        name: torch.zeros(size, dtype=_dtype(kind), device="cuda")
+        for name, (size, kind) in shapes.items()
+    }
+    addresses: set[tuple[int, ...]] = set()
+
+    def prepare(_: RoundInfo) -> None:
+        sizes = [tensor.untyped_storage().nbytes() for tensor in target.values()]
+        for tensor in target.values():
+            tensor.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+        for tensor, nbytes in zip(target.values(), sizes, strict=True):
+            tensor.untyped_storage().resize_(nbytes)
+        addresses.add(tuple(tensor.data_ptr() for tensor in target.values()))
+
+    with WorkerAgent("policy", endpoint=url, replica="a") as worker:
+        worker.on_prepare(prepare)
+        worker.attach(target)
+        procs.say("attached")
+        while (version := worker.step(timeout=procs.DEADLINE_S)) is not None:
+            procs.say((version, digests(target)))
+            if procs.hear() == "end":
+                break
+    procs.say(len(addresses))
+
+
+def test_memory_that_an_engine_gave_back_and_got_again_at_the_same_place_is_written_all_the_same(
+    broker: Threaded, url: str, spawn: Spawn
+) -> None:
+    sent = {f"w{n}": torch.zeros(32 * MIB + n, dtype=torch.uint8, device="cuda") for n in range(5)}
+    process = spawn(sleeper, url, shapes_of(sent))
+    assert process.hear() == "attached"
+    rounds = 8
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register(sent)
+        trainer.wait_ready(1, 30.0)
+        for version in range(1, rounds + 1):
+            for n, tensor in enumerate(sent.values()):
+                tensor.fill_(10 * version + n)
+            trainer.publish(version).raise_for_status()
+            take(process, version, sent, "end" if version == rounds else "go on")
+    assert process.hear() < rounds, "no address came again: this shows nothing"
+
+
+def trainer_that_never_ends_its_kernel(url: str) -> None:
+    """In a child: publishes one version, and another one that its GPU is not done with for long."""
+    sent = {"w": torch.ones(16 * MIB, dtype=torch.uint8, device="cuda")}
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register(sent)
+        trainer.wait_ready(1, 30.0)
+        trainer.publish(1).raise_for_status()
+        procs.say("first")
+        torch.cuda._sleep(60 * 1_500_000_000)  # Some 50 s.
+        sent["w"].fill_(2)
+        trainer.publish_nowait(2)
+        procs.say("second")
+        procs.hear()
+
+
+def test_a_trainer_that_is_killed_while_its_gpu_writes_leaves_a_worker_that_takes_the_next(
+    broker: Threaded, url: str, spawn: Spawn, start_worker: StartWorker
+) -> None:
+    held = {"w": torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")}
+    worker = start_worker("a", held)
+    process = spawn(trainer_that_never_ends_its_kernel, url)
+    assert process.hear() == "first"
+    assert process.hear() == "second"
+    eventually(lambda: worker.goes_on)
+    process.kill()
+    eventually(lambda: not worker.goes_on)
+    assert int(held["w"].sum()) == 16 * MIB  # Not a byte of the second.
+    sent = {"w": torch.full((16 * MIB,), 3, dtype=torch.uint8, device="cuda")}
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register(sent)
+        trainer.wait_ready(1, 30.0)
+        trainer.publish(3).raise_for_status()
+        assert torch.equal(held["w"], sent["w"])
+
+
 def test_a_trainer_and_a_worker_of_one_process_need_no_handle(
     broker: Threaded, url: str, start_worker: StartWorker
 ) -> None:
