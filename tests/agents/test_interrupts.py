@@ -11,9 +11,12 @@ from collections.abc import Callable
 import pytest
 
 from tensorlease.agents import RoundHandle, TrainerAgent, WorkerAgent
+from tensorlease.agents.connection import Connection
+from tensorlease.protocol.codec import decode_from_broker
 from tensorlease.protocol.errors import DeadlineError, RefusedError
 
 from ..broker.raw_agents import Threaded, config_for, eventually
+from ..procs import Spawn
 
 torch = pytest.importorskip("torch")
 
@@ -221,3 +224,39 @@ def test_a_signal_that_ends_no_wait_by_itself_is_heard_all_the_same(
     interrupt(lambda: handle.result(FAR_S), at_round(handle), aside=True)
     worker.run(until=1)
     assert handle.result(20.0).ok
+
+
+def follower(url: str) -> None:
+    """In a child: takes two versions."""
+    with WorkerAgent("policy", endpoint=url) as worker:
+        worker.attach({"w": torch.zeros(3)})
+        worker.run(until=2)
+
+
+def test_an_interrupt_while_a_message_is_taken_in_loses_nothing_of_it(
+    trainer: TrainerAgent, url: str, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = spawn(follower, url)
+    trainer.wait_ready(1, timeout=20.0)
+    take = Connection._take
+    struck: list[str] = []
+
+    def struck_before(self: Connection, frames: list[bytes]) -> None:
+        message = type(decode_from_broker(frames[0])).__name__
+        if message == "Finished" and not struck:
+            struck.append(threading.current_thread().name)
+            signal.raise_signal(signal.SIGINT)
+        take(self, frames)
+
+    monkeypatch.setattr(Connection, "_take", struck_before)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.publish(1, timeout=20.0)
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert struck == [threading.main_thread().name]
+    assert trainer.last_version == 1
+    assert trainer.publish(2, timeout=20.0).ok
+    assert trainer._core.session.number == 1
+    process.result()
