@@ -41,10 +41,10 @@ class Dealer:
         """Yields the frames of each message that is there."""
         if ready.get(self._socket, 0) & zmq.POLLIN:
             for _ in range(READ_BUDGET):
-                try:
-                    yield self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
+                # To ask takes a fifth of what it takes to fail.
+                if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                     return
+                yield self._socket.recv_multipart(zmq.NOBLOCK)
 
     def is_lost(self, ready: Ready) -> bool:
         """Whether the broker's side was closed."""
