@@ -42,7 +42,7 @@ class Dealer:
         if ready.get(self._socket, 0) & zmq.POLLIN:
             for _ in range(READ_BUDGET):
                 # To ask takes a fifth of what it takes to fail.
-                if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     return
                 yield self._socket.recv_multipart(zmq.NOBLOCK)
 
