@@ -32,7 +32,7 @@ TICK_S = 20e-3
 """So long after a thread has left the seat the one in the background takes it: who waits again
 before that finds it free."""
 MAX_CLAIM_S = 1.0
-"""How long a thread that waits tries to have the seat."""
+"""How long a thread that waits tries to have the seat at a time."""
 
 Ready = Mapping[object, int]
 """What the poller found: a socket, and its events."""
@@ -138,7 +138,7 @@ class PollLoop:
             Whether it did so; else another thread polls.
         """
         with HeldBack(self.wake):
-            if not self._sit():
+            if not self._sit(min(seconds, MAX_CLAIM_S)):
                 return False
             try:
                 if not over():
@@ -154,14 +154,14 @@ class PollLoop:
                 self._leave()
         return True
 
-    def _sit(self) -> bool:
-        """Takes the seat, from the background thread if that has it."""
+    def _sit(self, seconds: float) -> bool:
+        """Takes the seat, from the background thread if that has it; waits so long at most."""
         me = threading.get_ident()
         sits = self._seat.acquire(blocking=False)
         if not sits and self.vacant:
             self._claims.add(me)
             self.wake()
-            sits = self._seat.acquire(timeout=MAX_CLAIM_S)
+            sits = self._seat.acquire(timeout=seconds)
             self._claims.discard(me)
         if sits:
             self._driver = me
