@@ -105,6 +105,24 @@ def test_the_demo_learns_hands_over_equal_bytes_and_leaves_nothing(
 
 
 @pytest.mark.program
+@pytest.mark.parametrize(
+    "options", [("--by-hand",), pytest.param(("--device=cuda",), marks=pytest.mark.gpu)]
+)
+def test_trainers_that_cut_the_model_by_hand_do_so_too(
+    places: tuple[Path, Path], options: tuple[str, ...]
+) -> None:
+    words = (*COMMAND, "--versions=2", "--steps=8", "--json", *options)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120.0, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = msgspec.json.decode(done.stdout, type=DemoReport)
+    assert report.ok and all(version.equal for version in report.versions)
+    assert [len(version.digests) for version in report.versions] == [5, 5]
+    assert len({version.digests["trainer 0"] for version in report.versions}) == 2
+    assert report.leftovers == []
+    assert not any(os.listdir(place) for place in places)
+
+
+@pytest.mark.program
 def test_one_changed_byte_in_one_half_of_the_pair_fails_the_demo(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

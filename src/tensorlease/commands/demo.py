@@ -72,6 +72,14 @@ class DemoReport(Struct):
 @click.option("--steps", type=click.IntRange(min=1), help="Gradient steps between two versions.")
 @click.option("--seed", default=0, show_default=True, help="Of weights, batches and lines.")
 @click.option("--quick", is_flag=True, help="A smaller model and fewer versions: some seconds.")
+@click.option(
+    "--device",
+    type=click.Choice(("cpu", "cuda")),
+    default="cpu",
+    show_default=True,
+    help="Where the weights are; all processes share one GPU.",
+)
+@click.option("--by-hand", is_flag=True, hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print only a report, as JSON.")
 @click.option("--keep-logs", is_flag=True, help="Keep the directory with the processes' logs.")
 def demo(
@@ -79,6 +87,8 @@ def demo(
     steps: int | None,
     seed: int,
     quick: bool,
+    device: str,
+    by_hand: bool,
     as_json: bool,
     keep_logs: bool,
 ) -> int:
@@ -90,6 +100,11 @@ def demo(
     """
     if find_spec("torch") is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    if device == "cuda" and not _has_gpu():
+        raise click.UsageError(
+            "--device cuda needs a GPU that torch sees: torch.cuda.is_available() is false"
+            " (tensorlease doctor says what is missing)"
+        )
     began = time.monotonic()
     end_at_sigterm()
     size = QUICK_SIZE if quick else Size()
@@ -104,6 +119,8 @@ def demo(
         HELD_OUT,
         LINE,
         seed,
+        device,
+        by_hand or device == "cuda",
     )
     exam = windows(vocabulary.encode(held_out), size.context + 1, HELD_OUT)
     unigram = vocabulary.unigram_loss(vocabulary.encode(train), exam)
@@ -221,6 +238,12 @@ def _row(rows: list[Row], version: int) -> Row:
             return row
     rows.append(Row(version))
     return rows[-1]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _directory() -> Path:

@@ -132,8 +132,9 @@ def write(model: Model, start: list[int], length: int, end: int, seed: int) -> l
     random = torch.Generator().manual_seed(seed)
     text = list(start)
     while len(text) < length:
-        logits: Tensor = model(torch.tensor([text[-model.context :]]))
-        chances = torch.softmax(logits[0, -1] / 0.7, dim=-1)
+        tokens = torch.tensor([text[-model.context :]], device=model.embedding.device)
+        logits: Tensor = model(tokens)
+        chances = torch.softmax(logits[0, -1].cpu() / 0.7, dim=-1)
         token = int(torch.multinomial(chances, 1, generator=random))
         if token == end:
             break
@@ -145,6 +146,6 @@ def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Returns the SHA-256 over all bytes of the tensors, in the order of their names."""
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        plain = tensor.detach().contiguous()
+        plain = tensor.detach().cpu().contiguous()
         digest.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
     return digest.hexdigest()

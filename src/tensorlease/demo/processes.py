@@ -99,7 +99,9 @@ class Processes:
         os.environ["PYTHONWARNINGS"] = f"{own},{quiet}" if own else quiet
         # fully_shard imports torch._dynamo, which makes a directory at once.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{self._plan.directory}/inductor"
-        modules = ["tensorlease.demo.trainer", "tensorlease.demo.worker", "torch._dynamo"]
+        modules = ["tensorlease.demo.trainer", "tensorlease.demo.worker"]
+        if self._plan.device == "cpu":
+            modules.append("torch._dynamo")  # It looks for GPUs: no forked process could use one.
         context.set_forkserver_preload(modules)
         # Ctrl+C is for the demo alone: who is started while it is ignored goes on ignoring it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

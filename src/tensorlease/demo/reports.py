@@ -45,6 +45,10 @@ class Plan(Struct, frozen=True):
     line: int
     """Tokens of a line that the workers write."""
     seed: int
+    device: str = "cpu"
+    """Where the weights are: cpu, or cuda."""
+    by_hand: bool = False
+    """The trainers cut the model themselves: FSDP2 needs a GPU for each of them."""
     directory: str = ""
     """Where the broker's socket is, the processes of a group meet, and logs go."""
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tensorlease import TrainerAgent
 from tensorlease.agents import RoundHandle
 
+from .by_hand import ByHand
 from .model import Model, digest_of, loss_of
 from .reports import CHANNEL, LIMIT_S, REPLICAS, TRAINERS, Plan, Progress, Published, Round, Tell
 from .reports import Receiver as ReceiverReport
@@ -35,16 +36,19 @@ def train(plan: Plan, rank: int, tell: Tell) -> None:
         world_size=TRAINERS,
         timeout=timedelta(seconds=LIMIT_S),
     )
-    model = shard(plan)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    by_hand = ByHand(plan, rank) if plan.by_hand else None
+    model = shard(plan) if by_hand is None else by_hand.model
+    owned = dict(model.named_parameters()) if by_hand is None else by_hand.rows
+    optimizer = torch.optim.AdamW(owned.values(), betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=6e-3, total_steps=max(10, plan.versions * plan.steps), pct_start=0.1
     )
     batches = Batches(plan, rank)
 
     with TrainerAgent(CHANNEL, rank=rank, world_size=TRAINERS, endpoint=plan.endpoint) as trainer:
-        # This rank's shards move into shared memory; FSDP and the optimizer go on as before.
-        trainer.register(model.named_parameters())
+        # This rank's shards move into shared memory, or stay on a GPU; FSDP and the optimizer go on
+        # as before.
+        trainer.register(owned, regions=None if by_hand is None else by_hand.regions)
         trainer.wait_ready(replicas=len(REPLICAS), timeout=LIMIT_S)
         loss: float | None = None
         for version in range(1, plan.versions + 1):
@@ -55,10 +59,14 @@ def train(plan: Plan, rank: int, tell: Tell) -> None:
                 # The workers read the weights while the first of these runs forward and backward.
                 batch_loss = loss_of(model, batches.next(), batches.lengths)
                 batch_loss.backward()  # type: ignore[no-untyped-call]
+                if by_hand is not None:
+                    by_hand.take_gradients()
                 # Nobody may be reading what the optimizer is about to overwrite.
                 handle.released.wait(LIMIT_S)
                 optimizer.step()
                 optimizer.zero_grad()
+                if by_hand is not None:
+                    by_hand.put_together()
                 schedule.step()
                 if step == 1:
                     tell(outcome(handle, loss))
@@ -86,8 +94,8 @@ def gathered(model: Model) -> list[tuple[str, Tensor]]:
     whole: list[tuple[str, Tensor]] = []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            whole.append((name, parameter.full_tensor()))
+            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            whole.append((name, tensor))
     return whole
 
 
@@ -108,13 +116,14 @@ class Batches:
         text, _ = corpus()
         self._tokens = torch.tensor(Vocabulary(plan.pieces).encode(text))
         self._span = torch.arange(plan.size.context + 1)
+        self._device = plan.device
         self._count = plan.batch
         self._random = torch.Generator().manual_seed(1 + plan.seed * TRAINERS + rank)
-        self.lengths = torch.tensor([len(piece) for piece in plan.pieces])
+        self.lengths = torch.tensor([len(piece) for piece in plan.pieces], device=plan.device)
         """How many bytes each token has."""
 
     def next(self) -> Tensor:
         """Returns int64 [batch, context + 1]."""
         last = len(self._tokens) - len(self._span)
         starts = torch.randint(0, last + 1, (self._count, 1), generator=self._random)
-        return self._tokens[starts + self._span]
+        return self._tokens[starts + self._span].to(self._device)

@@ -37,13 +37,13 @@ def serve(plan: Plan, replica: str, member: int, size: int, tell: Tell) -> None:
             timeout=timedelta(seconds=LIMIT_S),
         )
         part = Part(member, size, add_up)
-    model = Model(plan.size, part)
+    model = Model(plan.size, part).to(plan.device)
     model.requires_grad_(False)
     _, held_out = corpus()
     vocabulary = Vocabulary(plan.pieces)
     exam = windows(vocabulary.encode(held_out), plan.size.context + 1, plan.held_out)
-    exam_tokens = torch.tensor(exam)
-    lengths = torch.tensor([len(piece) for piece in plan.pieces])
+    exam_tokens = torch.tensor(exam, device=plan.device)
+    lengths = torch.tensor([len(piece) for piece in plan.pieces], device=plan.device)
     start = vocabulary.encode(b"The ")[:1]
 
     with WorkerAgent(
@@ -69,8 +69,9 @@ def serve(plan: Plan, replica: str, member: int, size: int, tell: Tell) -> None:
 
 def add_up(tensor: Tensor) -> Tensor:
     """Returns the sum over the members of the replica; each of them gets it."""
-    dist.all_reduce(tensor)
-    return tensor
+    total = tensor.cpu()
+    dist.all_reduce(total)
+    return total.to(tensor.device)
 
 
 def gathered(model: Model, size: int) -> list[tuple[str, Tensor]]:
@@ -79,8 +80,9 @@ def gathered(model: Model, size: int) -> list[tuple[str, Tensor]]:
     whole: list[tuple[str, Tensor]] = []
     for name, tensor in model.named_parameters():
         if name in matrices:
-            pieces = [torch.empty_like(tensor) for _ in range(size)]
-            dist.all_gather(pieces, tensor)
+            mine = tensor.detach().cpu()
+            pieces = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(pieces, mine)
             whole.append((name, torch.cat(pieces, dim=matrices[name].axis)))
         else:
             whole.append((name, tensor))
