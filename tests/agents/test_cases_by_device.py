@@ -1,0 +1,329 @@
+"""Field cases again with tensors of a GPU where there is one; on the CPU the same tests run anywhere."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tensorlease.agents import ExportError, RingOptions, RoundInfo, TrainerAgent, WorkerAgent
+from tensorlease.agents.mappings import process_mappings
+from tensorlease.protocol.records import Fate, Outcome
+
+from .. import procs
+from ..broker.raw_agents import Threaded
+from ..procs import Spawn
+from .rings import Start
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+SLOT = 64 * 1024
+Kinds = dict[str, tuple[tuple[int, ...], str]]
+
+
+def ring_on(device: str) -> RingOptions:
+    return RingOptions(2, SLOT, device="cpu" if device == "cpu" else "cuda:0")
+
+
+def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """SHA-256 of each tensor's bytes."""
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        found[name] = hashlib.sha256(ctypes.string_at(plain.data_ptr(), plain.nbytes)).hexdigest()
+    return found
+
+
+def kinds(tensors: dict[str, Tensor]) -> Kinds:
+    return {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+
+
+def follower(url: str, wanted: Kinds, device: str, tie: bool = False) -> None:
+    """In a child: takes versions, and says of each what it holds; goes on, or ends, as it is told."""
+    held = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        for name, (shape, dtype) in wanted.items()
+    }
+    if tie:
+        held["head"] = held["embedding"]
+    with WorkerAgent("policy", endpoint=url) as worker:
+        worker.attach(held)
+        procs.say("attached")
+        while (version := worker.step(timeout=procs.DEADLINE_S)) is not None:
+            procs.say((version, digests(held)))
+            if procs.hear() == "end":
+                break
+
+
+@pytest.fixture
+def trainer(url: str, broker: Threaded, device: str) -> Iterator[TrainerAgent]:
+    agent = TrainerAgent("policy", endpoint=url, ring=ring_on(device))
+    yield agent
+    agent.close(timeout=0.5)
+
+
+def test_the_memory_of_a_ring_is_its_slots_and_none_when_it_is_freed(
+    trainer: TrainerAgent, start_worker: Start, device: str
+) -> None:
+    """C03, C79: however much is sent, no more than the slots is there, and it can be given back."""
+    sent = {f"w{i}": torch.rand(SLOT // 8, device=device) for i in range(16)}
+    held = {name: torch.zeros_like(tensor) for name, tensor in sent.items()}
+    start_worker("r", held)
+    trainer.wait_ready(1, 20.0)
+    for version in (1, 2, 3, 4):
+        for tensor in sent.values():
+            tensor.add_(1)
+        assert trainer.publish_stream(version, sent, timeout=20.0).ok
+        assert trainer.ring.nbytes == 2 * SLOT
+        assert digests(held) == digests(sent)
+    trainer.free_ring(20.0)
+    assert trainer.ring.nbytes == 0
+
+
+def test_memory_is_written_again_only_when_the_slowest_receiver_is_done(
+    trainer: TrainerAgent, url: str, spawn: Spawn, start_worker: Start, device: str
+) -> None:
+    """C05: one of two workers is held back in each round; both have the published values."""
+    sent = {"w": torch.zeros(1000, device=device)}
+    held = {"w": torch.zeros(1000, device=device)}
+    go = threading.Semaphore(0)
+    start_worker("slow", held, lambda _: go.acquire(timeout=20.0))
+    other = spawn(follower, url, kinds(sent), device)
+    assert other.hear() == "attached"
+    trainer.register(sent)
+    trainer.wait_ready(2, 20.0)
+    for version in range(1, 11):
+        sent["w"].fill_(version)
+        published = digests(sent)
+        handle = trainer.publish_nowait(version, timeout=20.0)
+        assert not handle.released.done
+        go.release()
+        handle.released.wait(20.0)
+        sent["w"].fill_(-1)
+        assert handle.result(20.0).ok
+        assert other.hear() == (version, published)
+        assert digests(held) == published
+        other.say("end" if version == 10 else "go on")
+
+
+def test_tensors_that_are_dropped_right_after_publishing_arrive_whole(
+    trainer: TrainerAgent, url: str, spawn: Spawn, device: str
+) -> None:
+    """C09: the agent keeps them until the registration ends."""
+    sent = {f"w{i}": torch.full((5000,), float(i), device=device) for i in range(5)}
+    published = digests(sent)
+    process = spawn(follower, url, kinds(sent), device)
+    assert process.hear() == "attached"
+    buffers = trainer.register(sent)
+    trainer.wait_ready(1, 20.0)
+    handle = trainer.publish_nowait(1, timeout=20.0)
+    kept = weakref.ref(sent["w0"])
+    sent.clear()
+    gc.collect()
+    others = [torch.full((5000,), -1.0, device=device) for _ in range(20)]
+    assert process.hear() == (1, published)
+    assert kept() is not None and len(others) == 20
+    process.say("end")
+    assert handle.result(20.0).ok
+    buffers.close()
+
+
+def test_thousands_of_small_tensors_go_in_as_many_batches_as_their_bytes_fill_slots(
+    trainer: TrainerAgent, start_worker: Start, device: str
+) -> None:
+    """C13: and not in one for each."""
+    dtypes = (torch.bfloat16, torch.float32, torch.int8)
+    sent = {
+        f"w{i}": torch.full((10 + i % 7,), i % 100, dtype=dtypes[i % 3], device=device)
+        for i in range(1000)
+    }
+    held = {name: torch.zeros_like(tensor) for name, tensor in sent.items()}
+    start_worker("r", held)
+    trainer.wait_ready(1, 20.0)
+    with trainer.open_round(1, timeout=20.0) as r:
+        r.send_all(sent)
+    assert r.result is not None and r.result.ok
+    assert r.batches <= 1000 * 256 // SLOT + 1
+    assert digests(held) == digests(sent)
+
+
+def test_tensors_of_the_cpu_larger_than_a_slot_go_beside_those_of_the_device(
+    trainer: TrainerAgent, url: str, spawn: Spawn, device: str
+) -> None:
+    """C18: also those that are not contiguous."""
+    sent = {
+        "large on the cpu": torch.rand(3, SLOT // 4),
+        "large": torch.rand(5, SLOT // 8, device=device),
+        "turned": torch.rand(300, 70, device=device).t(),
+        "turned on the cpu": torch.rand(300, 100).t(),
+        "small on the cpu": torch.arange(7),
+    }
+    process = spawn(follower, url, kinds(sent), device)
+    assert process.hear() == "attached"
+    trainer.wait_ready(1, 20.0)
+    for version in (1, 2, 3):
+        assert trainer.publish_stream(version, sent, timeout=20.0).ok
+        assert process.hear() == (version, digests(sent))
+        process.say("end" if version == 3 else "go on")
+
+
+def receiver(url: str, device: str) -> None:
+    """In a child: tries to hand on what it gets views of."""
+    ring = ring_on(device)
+    with (
+        WorkerAgent("policy", endpoint=url) as worker,
+        TrainerAgent("other", endpoint=url, ring=ring) as other,
+    ):
+
+        def hand_on(_: RoundInfo, tensors: list[tuple[str, Tensor]]) -> None:
+            for tensor in (each for _, each in tensors):
+                for what in (lambda t: other.register({"w": t}), lambda t: send(other, t)):
+                    with pytest.raises(ExportError, match="clone it"):
+                        what(tensor)
+                copy = tensor.clone()
+                other.register({"w": copy})
+                procs.say(digests({"w": copy}))
+
+        worker.on_stage(hand_on)
+        procs.say("attached")
+        assert worker.step(procs.DEADLINE_S) == 1
+
+
+def send(other: TrainerAgent, tensor: Tensor) -> None:
+    with other.open_round(1, timeout=20.0) as r:
+        r.send("w", tensor)
+
+
+def test_what_was_received_is_not_handed_on_and_its_clone_is(
+    trainer: TrainerAgent, url: str, spawn: Spawn, device: str
+) -> None:
+    """C27."""
+    process = spawn(receiver, url, device)
+    assert process.hear() == "attached"
+    sent = {"w": torch.rand(1000, device=device)}
+    trainer.register(sent)
+    trainer.wait_ready(1, 20.0)
+    assert trainer.publish(1, timeout=20.0).ok
+    assert process.hear() == digests(sent)
+    process.result()
+
+
+def test_empty_tensors_scalars_views_and_tied_names_arrive_as_what_they_are(
+    trainer: TrainerAgent, url: str, spawn: Spawn, device: str
+) -> None:
+    """C35, C36, C71: nothing is exported for the empty ones; bytes of views and ties count once."""
+    whole = torch.rand(4, 1000, device=device)
+    sent = {
+        "empty": torch.empty(0, 4, device=device),
+        "scalar": torch.tensor(2.5, device=device),
+        "row": whole[1],
+        "rows": whole[2:4],
+        "embedding": torch.rand(10, 10, device=device),
+    }
+    sent["head"] = sent["embedding"]
+    buffers = trainer.register(sent)
+    assert buffers.nbytes == 4 + 3000 * 4 + 400
+    process = spawn(follower, url, kinds(sent), device, True)
+    assert process.hear() == "attached"
+    trainer.wait_ready(1, 20.0)
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            whole.add_(1)
+            sent["embedding"].mul_(2)
+        assert trainer.publish(version, timeout=20.0).ok
+        assert process.hear() == (version, digests(sent))
+        process.say("end" if version == 3 else "go on")
+
+
+def test_a_weight_never_comes_without_its_scale(
+    trainer: TrainerAgent, start_worker: Start, url: str, device: str
+) -> None:
+    """C72: a round that lacks the scale writes neither, and says which is missing."""
+    held = {"w": torch.zeros(100, device=device), "s": torch.zeros(1, device=device)}
+    with WorkerAgent("policy", endpoint=url, replica="r") as worker:
+        worker.attach(held, together=[("w", "s")])
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        trainer.wait_ready(1, 20.0)
+        both = {"w": torch.ones(100, device=device), "s": torch.ones(1, device=device)}
+        assert trainer.publish_stream(1, both, timeout=20.0).ok
+        with trainer.open_round(2, timeout=20.0) as r:
+            r.send("w", both["w"] * 2)
+        assert r.result is not None and r.result.outcome is Outcome.FAILED
+        assert "s: not sent" in str(r.result)
+        assert digests(held) == digests(both)
+        assert trainer.publish_stream(3, both, timeout=20.0).ok
+        worker.stop()
+        thread.join(10.0)
+
+
+def test_two_workers_of_one_process_map_a_trainers_memory_once(
+    url: str, broker: Threaded, spawn: Spawn, trainer: TrainerAgent, device: str
+) -> None:
+    """C78: a target and a draft model, say."""
+    sent = {"w": torch.rand(1000, device=device), "draft": torch.rand(10, device=device)}
+    process = spawn(two_in_one, url, kinds(sent), device)
+    assert process.hear() == "attached"
+    trainer.register(sent)
+    trainer.wait_ready(2, 20.0)
+    assert trainer.publish(1, timeout=20.0).ok
+    mapped, held = process.result()
+    assert held == digests(sent)
+    assert len(mapped) == len(set(mapped)) <= 2
+
+
+def two_in_one(url: str, wanted: Kinds, device: str) -> tuple[list[tuple[str, int]], object]:
+    """In a child: two workers, each with one of the tensors; returns what was mapped, and the values."""
+    held = {n: torch.zeros(shape, device=device) for n, (shape, _) in wanted.items()}
+    workers = [WorkerAgent("policy", endpoint=url, replica=name) for name in held]
+    for worker, name in zip(workers, held, strict=True):
+        worker.attach({name: held[name]})
+    procs.say("attached")
+    threads = [threading.Thread(target=worker.wait_for, args=(1, 20.0)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    mapped = process_mappings().held()
+    for worker in workers:
+        worker.close()
+    assert process_mappings().held() == []
+    return mapped, digests(held)
+
+
+def test_a_verified_round_puts_out_who_did_not_read_what_was_published(
+    trainer: TrainerAgent, start_worker: Start, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C80: `committed` is not said of a worker whose bytes are others."""
+    from tensorlease.agents import copy_plan
+
+    sent = {"w": torch.rand(1000, device=device)}
+    held = {"w": torch.zeros(1000, device=device)}
+    start_worker("r", held)
+    trainer.register(sent)
+    trainer.wait_ready(1, 20.0)
+    assert trainer.publish(1, timeout=20.0, verify=True).ok
+    assert digests(held) == digests(sent)
+    copy = copy_plan.CopyPlan.copy
+
+    def forgets(self: copy_plan.CopyPlan, *args: object) -> object:
+        copied = copy(self, *args)  # type: ignore[arg-type]
+        held["w"][500] = -1
+        return copied
+
+    monkeypatch.setattr(copy_plan.CopyPlan, "copy", forgets)
+    sent["w"].mul_(2)
+    result = trainer.publish(2, timeout=20.0, verify=True)
+    assert result.outcome is Outcome.FAILED
+    assert [r.fate for r in result.receivers.values()] == [Fate.EXPELLED]
+    assert "'w'" in str(result)
