@@ -280,11 +280,13 @@ class Performer:
         following: CopyWork | None = work
         try:
             while following is not None:
+                start = time.monotonic()
                 with self._connection.mutex:
                     queue = list(self._core.queue)
                 for each in (following, *queue):
                     if not (isinstance(each, CopyWork) and self._intake.begin_ahead(each)):
                         break
+                self._copy_s += time.monotonic() - start
                 self._copy(following)
                 self._give()
                 following, self._following = self._following, None
