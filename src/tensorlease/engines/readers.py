@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -67,12 +68,13 @@ def _holders(sockets: set[str]) -> set[int]:
     found: set[int] = set()
     for pid in _pids() if sockets else ():
         try:
-            for descriptor in os.scandir(f"/proc/{pid}/fd"):
-                if os.readlink(descriptor.path) in sockets:
-                    found.add(pid)
-                    break
+            names = os.listdir(f"/proc/{pid}/fd")
         except OSError:
             continue  # Another user's, or it has ended.
+        for name in names:
+            with suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{name}") in sockets:
+                    found.add(pid)
     return found
 
 

@@ -189,6 +189,8 @@ class VLLMIpcBridge(VLLMBridge):
             self._ask("/finish_weight_update", None)
             return
         found = [runs(buffers, self._packed_bytes) for buffers in each]
+        if not all(found):
+            raise UpdateError("a version without any element cannot be sent packed")
         if len({len(of) for of in found}) > 1:
             counts = ", ".join(str(len(of)) for of in found)
             raise UpdateError(

@@ -135,7 +135,9 @@ def runs(buffers: Sequence[Buffer], most: int) -> list[Run]:
                 last.entries.append(entry)
             else:
                 found.append(Run(handle, start, [entry]))
-    if empty and found:
+    if empty and not found:
+        found += [Run(h, h.storage_offset, []) for b in buffers[:1] if (h := _gpus(b)) is not None]
+    if found:
         found[0].entries[:0] = empty
     return found
 
@@ -172,6 +174,10 @@ def _follows(last: Run, start: int, entry: TensorEntry, most: int) -> bool:
     nbytes = last.nbytes
     aligned = nbytes % ITEM_SIZES[entry.dtype] == 0
     return start == last.start + nbytes and aligned and nbytes + entry.nbytes <= most
+
+
+def _gpus(buffer: Buffer) -> CudaIpcHandle | None:
+    return buffer.handle if isinstance(buffer.handle, CudaIpcHandle) else None
 
 
 def _union(handles: Sequence[Mapping[str, Arguments]]) -> dict[str, Arguments]:
