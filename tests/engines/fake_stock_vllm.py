@@ -276,6 +276,13 @@ class FakeStockVLLM(FakeVLLM):
             case "/update_weight_version":
                 self.label = body["new_version"]
                 return {"success": True, "new_version": self.label}
+            case "/v1/models":
+                return {"data": [{"id": "model"}]}
+            case "/v1/completions":
+                assert not self.paused
+                text = repr(sorted((n, t.float().sum().item()) for n, t in self.weights[0].items()))
+                every = enumerate(body["prompt"])
+                return {"choices": [{"index": n, "text": f"{text} after {p}"} for n, p in every]}
             case _:
                 return super()._answer(path, query, body)
 

@@ -82,8 +82,12 @@ class VLLMServer:
         """
         return self._ask("POST", f"{path}?{urlencode(query)}" if query else path, body, timeout)
 
+    def get(self, path: str, timeout: float) -> Any:
+        """Returns the answer's JSON; raises `ServerError` as `post` does."""
+        return self._ask("GET", path, None, timeout)
+
     def _get(self, path: str, name: str, timeout: float) -> int:
-        answer = self._ask("GET", path, None, timeout)
+        answer = self.get(path, timeout)
         value = answer.get(name) if isinstance(answer, dict) else None
         if not isinstance(value, int):
             raise ServerError(f"{self.url}{path} answered {answer!r:.80}: is it a vLLM server?")
