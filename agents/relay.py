@@ -109,13 +109,13 @@ class RelayIntake(Intake):
         if offers and not self._wanted:
             on = {g for o in offers for b in o.buffers or () if (g := gpu_of(b))}
             there = ", ".join(sorted(on)) or "none"
-            return [f"nothing is offered on GPU {self._gpu or 'of any kind'}; offered is on: {there}"]
+            return [
+                f"nothing is offered on GPU {self._gpu or 'of any kind'}; offered is on: {there}"
+            ]
         gpus = {g for b in self._wanted.values() if (g := gpu_of(b))}
         if len(gpus) > 1:
-            return [
-                f"tensors lie on several GPUs ({', '.join(sorted(gpus))}): name the one of each"
-                " worker of the server, by --device UUID"
-            ]
+            which = ", ".join(sorted(gpus))
+            return [f"tensors lie on several GPUs ({which}): name the server's, by --device UUID"]
         trainers = {trainer for trainer, _ in self._wanted}
         if self._once and len(trainers) > 1:
             return [f"tensors of one GPU come from {len(trainers)} trainers: {self._once}"]
@@ -249,4 +249,3 @@ def require_whole(handle: object, entries: Sequence[TensorEntry]) -> None:
                 f"{entry.name}: comes in pieces ({entry.box} of {entry.shape}), and the server takes"
                 " whole tensors: gather it, or make the ring's slots as large as the largest tensor"
             )
-

@@ -22,24 +22,24 @@ import sys
 
 sys.modules["vllm"] = None  # type: ignore[assignment]  # Whoever imports it fails.
 
-import argparse  # noqa: E402
-import contextlib  # noqa: E402
-import gc  # noqa: E402
-import logging  # noqa: E402
-import threading  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable, Iterator, Sequence  # noqa: E402
-from concurrent.futures import ThreadPoolExecutor  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import NamedTuple  # noqa: E402
+import argparse
+import contextlib
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
-import torch  # noqa: E402
-from processes import private_broker  # noqa: E402
+import torch
+from processes import private_broker
 
-from tensorlease import RingOptions, TrainerAgent  # noqa: E402
-from tensorlease.agents.results import RoundResult  # noqa: E402
-from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge  # noqa: E402
-from tensorlease.engines.vllm_server import VLLMServer  # noqa: E402
+from tensorlease import RingOptions, TrainerAgent
+from tensorlease.agents.results import RoundResult
+from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge
+from tensorlease.engines.vllm_server import VLLMServer
 
 CHANNEL = "policy"
 PROMPTS = ["The capital of France is", "def fibonacci(n):"]
@@ -204,7 +204,9 @@ def main() -> int:
     )
     lasted = time.perf_counter() - began
     print(result)
-    print(f"{sum(t.nbytes for t in ranks[0].weights.values()) / 2**20:.1f} MiB, {lasted:.2f} s in all")
+    print(
+        f"{sum(t.nbytes for t in ranks[0].weights.values()) / 2**20:.1f} MiB, {lasted:.2f} s in all"
+    )
     after = [generate(server) for server in servers]
     for server, old, new in zip(servers, before, after, strict=True):
         for prompt, was, now in zip(PROMPTS, old, new, strict=True):

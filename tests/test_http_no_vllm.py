@@ -26,7 +26,9 @@ def segments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Segments:
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setitem(sys.modules, "vllm", None)  # It does so by itself; here it ends with the test.
+    monkeypatch.setitem(
+        sys.modules, "vllm", None
+    )  # It does so by itself; here it ends with the test.
     return importlib.import_module("http_no_vllm")
 
 

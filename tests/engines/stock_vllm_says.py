@@ -15,9 +15,9 @@ from types import SimpleNamespace
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 out, sys.stdout = sys.stdout, sys.stderr  # What vLLM logs is no answer.
 
-import torch  # noqa: E402
-import torch.multiprocessing.reductions as reductions  # noqa: E402
-from vllm.distributed.weight_transfer import ipc_engine, packed_tensor  # noqa: E402
+import torch
+from torch.multiprocessing import reductions
+from vllm.distributed.weight_transfer import ipc_engine, packed_tensor
 
 GPU = sys.argv[1]
 torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=GPU)
@@ -45,7 +45,9 @@ for packed, info in json.load(sys.stdin):
         continue
     answers.append(
         {
-            name: hashlib.sha256(bytes(t.contiguous().view(-1).view(torch.uint8).tolist())).hexdigest()
+            name: hashlib.sha256(
+                bytes(t.contiguous().view(-1).view(torch.uint8).tolist())
+            ).hexdigest()
             for name, t in loaded
         }
     )

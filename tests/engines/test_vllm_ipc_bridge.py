@@ -338,6 +338,21 @@ def test_memory_is_kept_while_a_server_that_has_not_answered_may_read_it(
     assert at(server, 2)
 
 
+def test_a_tensor_that_a_server_does_not_know_is_named_and_may_be_taken_back(
+    source: Source, led: Led
+) -> None:
+    server = led("a")
+    assert source.publish(1).ok
+    unknown = source.trainer.register({"no.such": torch.ones(3)})
+    server.load_fails = "there is no parameter named 'no.such'"
+    result = source.publish(2)
+    assert not result.ok
+    assert "no.such" in result.reason
+    source.trainer.unregister(unknown, timeout=20.0)
+    assert source.publish(3).ok
+    assert at(server, 3)
+
+
 def test_an_update_that_another_has_left_open_is_ended_first(source: Source, led: Led) -> None:
     server = led("a")
     for worker in server.workers:
@@ -422,7 +437,9 @@ def test_a_server_with_more_workers_than_gpus_are_named_ends_the_bridge(
     server.start()
     bridge = VLLMIpcBridge(VLLMServer(server.url), "policy", "a", endpoint=url)
     try:
-        with pytest.raises(ConfigError, match=r"has 2 workers, and 1 GPUs are named.*--device UUID"):
+        with pytest.raises(
+            ConfigError, match=r"has 2 workers, and 1 GPUs are named.*--device UUID"
+        ):
             bridge.run()
     finally:
         server.die()
@@ -442,7 +459,7 @@ def test_each_worker_of_a_server_gets_what_lies_on_its_gpu(
     try:
         for version in (1, 2):
             with ThreadPoolExecutor(2) as pool:
-                results = list(pool.map(lambda source: source.publish(version), made))
+                results = list(pool.map(Source.publish, made, [version] * 2))
             assert [result.ok for result in results] == [True, True], results
             assert set(results[0].receivers) == {"a/0", "a/1"}
             if experts:
@@ -464,8 +481,7 @@ def test_ranks_that_send_in_different_steps_are_named(
 ) -> None:
     led("a", packed=True, most=1, gpus=UUIDS[:2], devices=UUIDS[:2])
     made = [
-        Source.beside(url, segments, rank, ring=ring, own="more" if rank else "")
-        for rank in (0, 1)
+        Source.beside(url, segments, rank, ring=ring, own="more" if rank else "") for rank in (0, 1)
     ]
     try:
         with ThreadPoolExecutor(2) as pool:

@@ -92,7 +92,10 @@ def test_runs_end_where_bytes_are_left_out_or_would_not_be_aligned() -> None:
 
 def test_what_is_between_two_calls_of_one_buffer_begins_elsewhere() -> None:
     run = runs([MIXED], 2**20)[0]
-    (before,), (between,) = packed(run)["ipc_handles"].values(), nothing_of(run)["ipc_handles"].values()
+    (before,), (between,) = (
+        packed(run)["ipc_handles"].values(),
+        nothing_of(run)["ipc_handles"].values(),
+    )
     assert before[9] != between[9]
     assert nothing_of(run)["names"] == nothing_of(run)["tensor_sizes"] == []
 
@@ -147,7 +150,7 @@ def of_the_fake(mode: bool, info: dict[str, Any]) -> dict[str, str]:
     """Returns what the fake server makes of a body; see `stock_vllm_says`."""
     try:
         read = parsed(info)
-        handles = read["ipc_handles"] if mode else read["ipc_handles"]
+        handles = read["ipc_handles"]
         if mode and read.get("tensor_sizes") is None:
             raise ValueError("`tensor_sizes` is required when packed=True")
         for each in [handles] if mode else handles:

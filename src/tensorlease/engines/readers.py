@@ -29,10 +29,8 @@ def readers_of(port: int) -> list[Process]:
             parents[pid] = int(_stat(pid).rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             continue  # It has ended meanwhile.
-    found: list[Process] = []
-    for pid in parents:
-        if _is_below(pid, parents, listeners) and (process := _engines(pid)) is not None:
-            found.append(process)
+    below = (pid for pid in parents if _is_below(pid, parents, listeners))
+    found = [process for pid in below if (process := _engines(pid)) is not None]
     return found if len(found) <= MAX_READERS else []
 
 
