@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tensorlease.agents.shm import ShmMapping, ShmSegment
+from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge
 from tensorlease.engines.vllm_wire import HANDLE_PREFIX
 from tensorlease.protocol.handles import CUDA_FORMAT, CudaIpcHandle, ShmHandle
 
@@ -127,7 +128,7 @@ def split(content: torch.Tensor, info: dict[str, Any]) -> list[tuple[str, torch.
     """Returns the tensors of a packed buffer, views of it, as vLLM's `unpack_tensor` does."""
     sizes = info["tensor_sizes"]
     dtypes = [getattr(torch, name) for name in info["dtype_names"]]
-    parts = content[: sum(sizes)].split(sizes)
+    parts = torch.split(content[: sum(sizes)], sizes)
     every = zip(info["names"], info["shapes"], dtypes, parts, strict=True)
     return [(name, part.view(dtype).view(shape)) for name, shape, dtype, part in every]
 
@@ -219,6 +220,8 @@ class _Worker:
 
 class FakeStockVLLM(FakeVLLM):
     """One stock server, with a worker on each of these GPUs."""
+
+    leader: VLLMIpcBridge
 
     def __init__(self, segments: Segments, gpus: Sequence[str] = UUIDS[:1]) -> None:
         super().__init__(len(gpus))

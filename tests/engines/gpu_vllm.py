@@ -28,7 +28,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SITE = os.environ.get("SITE", "")
@@ -53,6 +55,9 @@ REPEATS = 5
 PROMPTS = [[1, 87, 107, 104, 35], [1, 300, 301, 302, 303, 304, 305]]
 
 Weights = dict[str, torch.Tensor]
+# What torch's stubs do not say.
+export: Final[Callable[..., Any]] = reduce_tensor
+collect: Final[Callable[[], None]] = torch.cuda.ipc_collect
 
 
 class Report:
@@ -207,7 +212,7 @@ class Trial:
         post("/start_weight_update", {}, 60.0)
         if packed:
             buffer = torch.empty(SLOT_BYTES, dtype=torch.uint8, device="cuda")
-            handle = {self.gpu: reduce_tensor(buffer)[1]}
+            handle = {self.gpu: export(buffer)[1]}
             chunk: list[str] = []
             sizes: list[int] = []
             for each, tensor in [*weights.items(), ("", torch.empty(0))]:
@@ -222,11 +227,11 @@ class Trial:
                     chunk.append(each)
                     sizes.append(tensor.nbytes)
         else:
-            handles = [{self.gpu: reduce_tensor(tensor)[1]} for tensor in weights.values()]
+            handles = [{self.gpu: export(tensor)[1]} for tensor in weights.values()]
             post("/update_weights", self.own_info(weights, list(weights), handles), 300.0)
         post("/finish_weight_update", {"weight_version": name}, 60.0)
         lasted = time.perf_counter() - began
-        torch.cuda.ipc_collect()
+        collect()
         post("/reset_prefix_cache", None, 60.0)
         return lasted
 
@@ -246,8 +251,7 @@ class Trial:
     @contextlib.contextmanager
     def led(self, *words: str) -> Iterator[str]:
         """Starts a broker and `tensorlease bridge vllm`; gives the broker's address."""
-        from processes import private_broker
-
+        private_broker = import_module("processes").private_broker
         with private_broker() as endpoint, tempfile.TemporaryFile("w+") as said:
             program = [sys.executable, "-P", "-m", "tensorlease.cli", "bridge", "vllm"]
             process = subprocess.Popen(
@@ -419,7 +423,7 @@ def main() -> int:
         report.check(f"the server: {error}", False)
     trial.sets.clear()
     gc.collect()
-    torch.cuda.ipc_collect()
+    collect()
     torch.cuda.empty_cache()
     left = torch.cuda.memory_allocated()
     report.check("no memory of the GPU is left", left < 2**20, f"{left} bytes")

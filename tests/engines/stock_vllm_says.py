@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 out, sys.stdout = sys.stdout, sys.stderr  # What vLLM logs is no answer.
@@ -20,20 +21,21 @@ from torch.multiprocessing import reductions
 from vllm.distributed.weight_transfer import ipc_engine, packed_tensor
 
 GPU = sys.argv[1]
-torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=GPU)
+vars(torch.cuda)["get_device_properties"] = lambda _: SimpleNamespace(uuid=GPU)
 
 
-def rebuild(*arguments: object) -> torch.Tensor:
+def rebuild(*arguments: Any) -> torch.Tensor:
     """Stands for what needs a GPU: torch's rebuilding of an opened handle."""
     size, stride, offset, dtype = arguments[1], arguments[2], arguments[3], arguments[5]
     content = torch.arange(arguments[8]).remainder(251).to(torch.uint8)
-    return torch.empty(0, dtype=dtype).set_(content.untyped_storage(), offset, size, stride)
+    made = torch.empty(0, dtype=dtype)
+    return made.set_(content.untyped_storage(), offset, size, stride)
 
 
 reductions.rebuild_cuda_tensor = ipc_engine.rebuild_cuda_tensor = rebuild
-answers = []
+answers: list[dict[str, str]] = []
 for packed, info in json.load(sys.stdin):
-    loaded = []
+    loaded: list[tuple[str, torch.Tensor]] = []
     engine = ipc_engine.IPCWeightTransferEngine.__new__(ipc_engine.IPCWeightTransferEngine)
     engine.device, engine.packed = torch.device("cuda", 0), packed
     engine.model = SimpleNamespace(load_weights=loaded.extend)
