@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from tensorlease.agents.shm import ShmMapping, ShmSegment
-from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge
 from tensorlease.engines.vllm_wire import HANDLE_PREFIX
 from tensorlease.protocol.handles import CUDA_FORMAT, CudaIpcHandle, ShmHandle
 
@@ -220,8 +219,6 @@ class _Worker:
 
 class FakeStockVLLM(FakeVLLM):
     """One stock server, with a worker on each of these GPUs."""
-
-    leader: VLLMIpcBridge
 
     def __init__(self, segments: Segments, gpus: Sequence[str] = UUIDS[:1]) -> None:
         super().__init__(len(gpus))

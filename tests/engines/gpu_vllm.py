@@ -305,7 +305,8 @@ class Trial:
                 nonlocal version
                 version += 1
                 # No synchronisation: the server has to wait for these.
-                torch._foreach_copy_(list(live.values()), list(self.sets[name].values()))
+                for key, tensor in self.sets[name].items():
+                    live[key].copy_(tensor)
                 return trainer.publish(version, timeout=120.0, stage_s=60.0)
 
             self.rounds(what, trainer, send)

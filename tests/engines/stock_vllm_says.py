@@ -4,6 +4,8 @@ Reads a list of `update_info`s as JSON, with `packed` beside; writes for each wh
 names and digests of the tensors that come of a packed buffer whose n-th byte is n modulo 251.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import hashlib
@@ -21,7 +23,8 @@ from torch.multiprocessing import reductions
 from vllm.distributed.weight_transfer import ipc_engine, packed_tensor
 
 GPU = sys.argv[1]
-vars(torch.cuda)["get_device_properties"] = lambda _: SimpleNamespace(uuid=GPU)
+of_gpus: Any = torch.cuda
+of_gpus.get_device_properties = lambda _: SimpleNamespace(uuid=GPU)
 
 
 def rebuild(*arguments: Any) -> torch.Tensor:

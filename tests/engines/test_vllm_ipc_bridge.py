@@ -370,7 +370,9 @@ def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(
         source.trainer.wait_ready(timeout=20.0)
         with left(source.trainer, 1):
             assert server.loading.wait(10.0)
-        eventually(lambda: not server.leader._seats[0].goes_on)
+        leader = server.leader
+        assert isinstance(leader, VLLMIpcBridge)
+        eventually(lambda: not leader._seats[0].goes_on)
         assert server.paused
         assert server.label == "default"
         assert source.publish(2).ok
