@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ..protocol.errors import TensorleaseError
 from ..protocol.handles import CudaIpcHandle
-from ..protocol.records import OfferRef, Process, Taken, TakeNote, Tally
+from ..protocol.records import OfferRef, Taken, TakeNote, Tally
 from ..protocol.tables import Buffer, TensorEntry, decode_batch, decode_offer
 from .account import MAX_MISSING
 from .errors import MappingError
@@ -185,8 +185,6 @@ class RelayWorker(WorkerAgent):
         hand_on: Gets the buffers of each batch, with whole tensors of one GPU, and has them read.
         once: If everything of a round has to come in one batch of registered tensors: why, and
             what else there is.
-        readers: The processes that read, as far as they are known: while one of them lives, the
-            end of this one does not count as an end of the reading.
         replica, member, size, endpoint, device: See `WorkerAgent`.
     """
 
@@ -201,13 +199,11 @@ class RelayWorker(WorkerAgent):
         endpoint: str | None = None,
         device: str = "cpu:0",
         once: str = "",
-        readers: Sequence[Process] = (),
     ) -> None:
         self._relay_by = (hand_on, once)
         super().__init__(
             channel, replica=replica, member=member, size=size, endpoint=endpoint, device=device
         )
-        self._core.me.processes.extend(readers)
 
     def _make_intake(self, device: str) -> Intake:
         self._relay = RelayIntake(device, *self._relay_by)

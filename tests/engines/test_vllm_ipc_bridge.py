@@ -527,3 +527,35 @@ def test_the_command_leads_stock_servers_until_it_is_told_to_end(
     said = capfd.readouterr().err
     assert "cannot be seen from here" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.program
+def test_a_bridge_that_was_killed_in_an_update_is_started_again_and_repairs_the_server(
+    source: Source, url: str, segments: Segments
+) -> None:
+    server = FakeStockVLLM(segments)
+    server.start()
+    program = [sys.executable, "-P", "-m", "tensorlease.cli", "bridge", "vllm", "--channel=policy"]
+    words = ["--mode=ipc", f"--url={server.url}", f"--endpoint={url}"]
+    bridge = subprocess.Popen([*program, *words])
+    stall = server.stall()
+    try:
+        source.trainer.wait_ready(timeout=30.0)
+        handle = source.trainer.publish_nowait(1)
+        assert stall.came.wait(20.0)
+        bridge.kill()
+        bridge.wait()
+        result = handle.finished.wait(20.0)
+        assert [each.fate for each in result.receivers.values()] == [Fate.LOST]
+        assert server.paused
+        bridge = subprocess.Popen([*program, *words])
+        stall.go.set()
+        assert source.publish(2).ok
+        assert at(server, 2)
+        bridge.terminate()
+        assert bridge.wait(20.0) == 0
+    finally:
+        stall.go.set()
+        bridge.kill()
+        bridge.wait()
+        server.die()

@@ -81,7 +81,8 @@ class VLLMIpcBridge(VLLMBridge):
         self._packed_bytes: Final = packed_bytes
         self._seats: list[RelayWorker] = []
         self._meeting: Meeting[list[Buffer]] = Meeting(len(devices), self._hand_over)
-        # The processes that read for the server, as far as they can be seen.
+        # The processes that read for the server, as far as they can be seen: that it is cut off is
+        # no sign that they do not.
         self._readers: list[Process] = []
         # Where the last packed call's runs began.
         self._last: list[Spot] = []
@@ -132,7 +133,6 @@ class VLLMIpcBridge(VLLMBridge):
             endpoint=self._endpoint,
             device=self._devices[place],
             once="" if self._packed else ONCE,
-            readers=self._readers,
         )
         return seat
 
