@@ -76,7 +76,7 @@ class WorkerAgent(WorkerSetup):
         name = f"w-{instance[:8]}" if replica is None else check_name("replica", replica)
         me = identity(channel, instance, device)
         core = WorkerCore(me, name, member, size, version=version)
-        self._intake = Intake(me.device)
+        self._intake = self._make_intake(me.device)
         # Held by the thread (or coroutine) that does the work.
         self._serving = threading.Lock()
         self._server: int | None = None
@@ -94,6 +94,10 @@ class WorkerAgent(WorkerSetup):
 
         super().__init__(core, endpoint, connect_timeout, abandoned)
         self._performer = performer = Performer(core, self._connection, intake)
+
+    def _make_intake(self, device: str) -> Intake:
+        """Returns what takes in what trainers send."""
+        return Intake(device)
 
     # ------------------------------------------------------------ what it knows
 

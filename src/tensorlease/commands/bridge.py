@@ -13,6 +13,8 @@ from tensorlease.engines.vllm_server import VLLMServer
 from .orderly import run_orderly
 from .query import find
 
+MODES = ("plugin", "ipc")
+
 
 @click.group()
 def bridge() -> None:
@@ -30,7 +32,34 @@ def bridge() -> None:
 )
 @click.option("--channel", default="default", show_default=True, help="The stream of versions.")
 @click.option(
-    "--device", default="cpu:0", show_default=True, help="The label of the servers' devices."
+    "--mode",
+    type=click.Choice(MODES),
+    default="plugin",
+    show_default=True,
+    help="plugin: the servers' workers have our backend; ipc: stock servers, with vLLM's own.",
+)
+@click.option(
+    "--device",
+    "devices",
+    multiple=True,
+    default=["cpu:0"],
+    show_default=True,
+    metavar="LABEL",
+    help="The label of a server's devices; in mode ipc the UUIDs of its workers' GPUs, with commas"
+    " between. Given several times: the n-th is the n-th server's.",
+)
+@click.option(
+    "--packed",
+    is_flag=True,
+    help="Mode ipc: tensors go over in runs of bytes; what comes through a ring needs it.",
+)
+@click.option(
+    "--packed-buffer-size-bytes",
+    "packed_bytes",
+    type=click.IntRange(1, 2**40),
+    default=2**30,
+    show_default=True,
+    help="Mode ipc, packed: the most bytes of one call, all of which the server copies.",
 )
 @click.option(
     "--pause",
@@ -58,34 +87,62 @@ def bridge() -> None:
 def vllm(
     urls: tuple[str, ...],
     channel: str,
-    device: str,
+    mode: str,
+    devices: tuple[str, ...],
+    packed: bool,
+    packed_bytes: int,
     pause: str,
     timeout_s: float,
     recorded: bool,
     endpoint: str,
     job: str,
 ) -> None:
-    """Lead vLLM servers whose weight-transfer backend is `tensorlease`; ends at Ctrl+C.
+    """Lead vLLM servers through the rounds of a channel; ends at Ctrl+C.
 
     Start each with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "tensorlease"}'.
+
+    With --mode ipc the servers are stock ones, without this package: VLLM_SERVER_DEV_MODE=1,
+    VLLM_ALLOW_INSECURE_SERIALIZATION=1 and --weight-transfer-config '{"backend": "ipc"}'.
     """
     servers = [VLLMServer(url) for url in dict.fromkeys(urls)]
+    if len(devices) not in (1, len(servers)):
+        raise click.UsageError(
+            f"{len(devices)} --device for {len(servers)} servers: give one for all, or one for each"
+        )
+    labels = devices if len(devices) == len(servers) else devices * len(servers)
+    if mode != "ipc" and packed:
+        raise click.UsageError("--packed belongs to --mode ipc")
 
     def make() -> list[VLLMBridge]:
         place = find(endpoint, job).url
-        return [
-            VLLMBridge(
+        return [lead(server, label, place) for server, label in zip(servers, labels, strict=True)]
+
+    def lead(server: VLLMServer, label: str, place: str) -> VLLMBridge:
+        replica = server.url.removeprefix("http://")
+        if mode == "ipc":
+            from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge
+
+            return VLLMIpcBridge(
                 server,
                 channel,
-                server.url.removeprefix("http://"),
+                replica,
                 endpoint=place,
-                device=device,
+                devices=[name.strip() for name in label.split(",")],
                 update_s=timeout_s,
                 pause=pause,
-                recorded=recorded,
+                packed=packed,
+                packed_bytes=packed_bytes,
             )
-            for server in servers
-        ]
+        return VLLMBridge(
+            server,
+            channel,
+            replica,
+            endpoint=place,
+            device=label,
+            update_s=timeout_s,
+            pause=pause,
+            recorded=recorded,
+        )
 
     def work(bridges: list[VLLMBridge]) -> None:
         errors: list[Exception] = []

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
 from typing import Final
@@ -134,8 +135,6 @@ class VLLMBridge:
         if not self._recorded:
             init["recorded"] = False
         self.server.post("/init_weight_transfer_engine", {"init_info": init}, CONTROL_S)
-        # Another leader may have held it, for half of a version.
-        self._half = self.server.is_paused()
         worker = WorkerAgent(
             self._channel,
             replica=self.replica,
@@ -144,11 +143,17 @@ class VLLMBridge:
             endpoint=self._endpoint,
             device=self._device,
         )
+        self._lead(worker, worker.attend)
+
+    def _lead(self, worker: WorkerAgent, join: Callable[[], None]) -> None:
+        """Has member 0 join and serve, until the server goes, or `stop` is called."""
+        # Another leader may have held it, for half of a version.
+        self._half = self.server.is_paused()
         with worker:
             worker.on_prepare(self._prepare)
             worker.on_commit(self._commit)
             worker.on_abort(self._abort)
-            worker.attend()
+            join()
             with self._lock:
                 self._worker = worker
                 if self._ending.is_set():
@@ -179,6 +184,15 @@ class VLLMBridge:
 
     def _prepare(self, info: RoundInfo) -> None:
         self._settle()
+        self._begin()
+        self._update = update = Future[None]()
+        sending = threading.Thread(
+            target=self._send, args=(update, info.version), name="tensorlease-update", daemon=True
+        )
+        sending.start()
+
+    def _begin(self) -> None:
+        """Pauses the server and begins an update; undone if the round has failed meanwhile."""
         half = self._half
         try:
             self.server.post("/pause", None, CONTROL_S, mode=self._pause)
@@ -196,11 +210,6 @@ class VLLMBridge:
                 with contextlib.suppress(ServerError):  # The next round tries again.
                     self.server.post("/resume", None, CONTROL_S)
             raise
-        self._update = update = Future[None]()
-        sending = threading.Thread(
-            target=self._send, args=(update, info.version), name="tensorlease-update", daemon=True
-        )
-        sending.start()
 
     def _require_round(self) -> None:
         """Raises if the round has failed meanwhile: the server's workers would wait for nothing."""

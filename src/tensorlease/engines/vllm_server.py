@@ -21,11 +21,13 @@ class ServerError(TensorleaseError):
 
     Attributes:
         refused: It has said no. Else it may have done, or still do, what it was asked to.
+        absent: Nothing listens at its address.
     """
 
-    def __init__(self, text: str, *, refused: bool = False) -> None:
+    def __init__(self, text: str, *, refused: bool = False, absent: bool = False) -> None:
         super().__init__(text)
         self.refused = refused
+        self.absent = absent
 
 
 class VLLMServer:
@@ -47,8 +49,8 @@ class VLLMServer:
         if parts.scheme != "http" or not host or parts.path.strip("/"):
             raise ConfigError(f"--url {url!r}: must be like http://127.0.0.1:8000")
         self.url: Final = f"http://{parts.netloc}"
-        self._host: Final = host
-        self._port: Final = port or 80
+        self.host: Final = host
+        self.port: Final = port or 80
 
     def is_healthy(self, timeout: float = 5.0) -> bool:
         """Whether it answers that it is."""
@@ -80,15 +82,19 @@ class VLLMServer:
         """
         return self._ask("POST", f"{path}?{urlencode(query)}" if query else path, body, timeout)
 
+    def get(self, path: str, timeout: float) -> Any:
+        """Returns the answer's JSON; raises `ServerError` as `post` does."""
+        return self._ask("GET", path, None, timeout)
+
     def _get(self, path: str, name: str, timeout: float) -> int:
-        answer = self._ask("GET", path, None, timeout)
+        answer = self.get(path, timeout)
         value = answer.get(name) if isinstance(answer, dict) else None
         if not isinstance(value, int):
             raise ServerError(f"{self.url}{path} answered {answer!r:.80}: is it a vLLM server?")
         return value
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": "application/json"} if content is not None else {}
         # The connection's own limit is for each of its steps.
@@ -105,7 +111,8 @@ class VLLMServer:
                 said = f"has not answered in {timeout:g} s"
             else:
                 said = f"cannot be reached ({str(error) or type(error).__name__})"
-            raise ServerError(f"{self.url}{path} {said}") from None
+            absent = isinstance(error, ConnectionRefusedError)
+            raise ServerError(f"{self.url}{path} {said}", absent=absent) from None
         finally:
             limit.cancel()
             connection.close()

@@ -1,0 +1,244 @@
+"""Leads a stock vLLM server, whose weight-transfer backend is its own `ipc`, through the rounds.
+
+There is nothing of ours in the server. Its replica's members are all here, one for each of its
+GPUs: each takes its trainer's batches, and hands the handles on by `/update_weights`. A batch is
+acknowledged when the server has answered: then it has read.
+
+Unpacked, vLLM may keep what it was given until `/finish_weight_update`. Then that comes before the
+batch is acknowledged, too, and the version's name at the commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from tensorlease.agents import RoundInfo
+from tensorlease.agents.relay import RelayWorker
+from tensorlease.protocol.errors import ConfigError, TensorleaseError
+from tensorlease.protocol.records import Process
+from tensorlease.protocol.tables import Buffer
+
+from . import vllm_bridge as base
+from .meeting import Meeting
+from .member import UpdateError
+from .readers import living, readers_of
+from .vllm_bridge import VLLMBridge
+from .vllm_server import ServerError, VLLMServer
+from .vllm_wire import Info, Spot, merged, nothing_of, packed, runs, unpacked
+
+DEFAULT_PACKED_BYTES: Final = 2**30
+"""Bytes of one packed call, at most: the server copies all of it once."""
+LOCAL: Final = ("127.0.0.1", "localhost", "::1")
+ONCE: Final = (
+    "unpacked, a stock vLLM server takes all weights of a GPU at once, registered by one trainer:"
+    " start the bridge with --packed"
+)
+CLOSE_S: Final = 5.0
+
+log = logging.getLogger("tensorlease.engines")
+
+
+class VLLMIpcBridge(VLLMBridge):
+    """One stock server's leader, and all other members of its replica.
+
+    Args:
+        server, channel, replica, endpoint, update_s, pause: See `VLLMBridge`.
+        devices: Labels of the GPUs (their UUIDs) of the server's workers, in the workers' order.
+            One that is no UUID: whichever it is that tensors lie on.
+        packed: Whether tensors go over in runs of bytes, each as one handle, instead of one by one.
+        packed_bytes: Bytes of one such run, at most.
+    """
+
+    def __init__(
+        self,
+        server: VLLMServer,
+        channel: str,
+        replica: str,
+        *,
+        endpoint: str = "",
+        devices: Sequence[str] = ("cpu:0",),
+        update_s: float = 300.0,
+        pause: str = "keep",
+        packed: bool = False,
+        packed_bytes: int = DEFAULT_PACKED_BYTES,
+    ) -> None:
+        super().__init__(
+            server,
+            channel,
+            replica,
+            endpoint=endpoint,
+            device=devices[0],
+            update_s=update_s,
+            pause=pause,
+        )
+        self._devices: Final = list(devices)
+        self._packed: Final = packed
+        self._packed_bytes: Final = packed_bytes
+        self._seats: list[RelayWorker] = []
+        self._meeting: Meeting[list[Buffer]] = Meeting(len(devices), self._hand_over)
+        # The processes that read for the server, as far as they can be seen: that it is cut off is
+        # no sign that they do not.
+        self._readers: list[Process] = []
+        # Where the last packed call's runs began.
+        self._last: list[Spot] = []
+
+    # ------------------------------------------------------------ the server comes and goes
+
+    def _serve(self) -> None:
+        workers = self.server.world_size()
+        if workers != len(self._devices):
+            raise ConfigError(
+                f"{self.server.url} has {workers} workers, and {len(self._devices)} GPUs are named:"
+                " name that of each worker, in their order, by --device UUID"
+            )
+        self._init()
+        self._readers = readers_of(self.server.port) if self.server.host in LOCAL else []
+        if not self._readers:
+            log.info(
+                "%s: the processes that read for it cannot be seen from here: if it is cut off in"
+                " an update, it counts as having ended",
+                self.server.url,
+            )
+        self._seats = [self._seat(place) for place in range(workers)]
+        threads = [
+            threading.Thread(target=self._follow, args=(seat,), name="tensorlease-seat")
+            for seat in self._seats[1:]
+        ]
+        try:
+            for seat in self._seats[1:]:
+                seat.join()
+            for thread in threads:
+                thread.start()
+            self._lead(self._seats[0], self._seats[0].join)
+        finally:
+            for seat in self._seats:
+                seat.stop()
+                seat.close(CLOSE_S)
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+
+    def _seat(self, place: int) -> RelayWorker:
+        seat = RelayWorker(
+            self._channel,
+            partial(self._come, place),
+            replica=self.replica,
+            member=place,
+            size=len(self._devices),
+            endpoint=self._endpoint,
+            device=self._devices[place],
+            once="" if self._packed else ONCE,
+        )
+        return seat
+
+    def _follow(self, seat: RelayWorker) -> None:
+        """Serves as a member that does not lead."""
+        try:
+            seat.run()
+        except TensorleaseError as error:
+            self._leave(f"{self.server.url}: its GPU {seat.member} left: {error}")
+
+    def _leave(self, why: str) -> None:
+        super()._leave(why)
+        for seat in self._seats[1:]:
+            if not self._ending.is_set():
+                seat.close(0.0)
+
+    def _init(self) -> None:
+        init = {"packed": self._packed}
+        self.server.post("/init_weight_transfer_engine", {"init_info": init}, base.CONTROL_S)
+
+    # ------------------------------------------------------------ hooks
+
+    def _prepare(self, info: RoundInfo) -> None:
+        if partly := self._seats[0].partial:
+            raise UpdateError(
+                f"{self.server.url} is a stock server, which cannot have {partly}: start it with"
+                " our backend, and the bridge with --mode plugin"
+            )
+        self._init()  # It may have been restarted since, or been another client's.
+        self._begin()
+
+    def _commit(self, info: RoundInfo) -> None:
+        server, version = self.server, str(info.version)
+        if self._packed:
+            server.post("/finish_weight_update", {"weight_version": version}, base.CONTROL_S)
+            self._last = []
+        else:
+            server.post("/update_weight_version", {"new_version": version}, base.CONTROL_S)
+        # What it has worked out for the beginnings of prompts is of the old weights.
+        server.post("/reset_prefix_cache", None, base.CONTROL_S)
+        self._half = False
+        server.post("/resume", None, base.CONTROL_S)
+
+    # ------------------------------------------------------------ batches
+
+    def _come(self, place: int, buffers: list[Buffer]) -> None:
+        seat = self._seats[place]
+        self._meeting.come(place, buffers, lambda: seat.goes_on)
+
+    def _hand_over(self, each: list[list[Buffer]]) -> None:
+        """Has the server read one batch of each GPU; returns when it does not any more."""
+        if not self._packed:
+            self._update_weights([unpacked(buffers) for buffers in each])
+            self._ask("/finish_weight_update", None)
+            return
+        found = [runs(buffers, self._packed_bytes) for buffers in each]
+        if not all(found):
+            raise UpdateError("a version without any element cannot be sent packed")
+        if len({len(of) for of in found}) > 1:
+            counts = ", ".join(str(len(of)) for of in found)
+            raise UpdateError(
+                f"the GPUs of {self.server.url} would need {counts} calls: ranks that send to one"
+                " server must send tensors of the same sizes"
+            )
+        for turn in zip(*found, strict=True):
+            spots = [run.spot for run in turn]
+            if any(spot in self._last for spot in spots):
+                self._update_weights([nothing_of(run) for run in turn])
+            self._last = spots
+            self._update_weights([packed(run) for run in turn])
+
+    def _update_weights(self, infos: list[Info]) -> None:
+        self._ask("/update_weights", {"update_info": merged(infos)})
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> None:
+        """Asks the server for what reads; returns, or raises, when nothing is read any more."""
+        try:
+            self.server.post(path, body, self._update_s)
+        except ServerError as error:
+            # Of several workers, vLLM does not wait for the others when one has raised.
+            if not error.refused or len(self._devices) > 1:
+                self._await_idle(error)
+            raise
+
+    def _await_idle(self, error: ServerError) -> None:
+        """Waits until a server that has not answered cannot be reading any more.
+
+        Its workers do one thing after another: what answers after an update shows its end. Not
+        longer than another update's time when this bridge is to end.
+        """
+        deadline = time.monotonic() + self._update_s
+        log.error("%s: its replica keeps what it may be reading until that is over", error)
+        while not (self._ending.is_set() and time.monotonic() > deadline):
+            absent = False
+            try:
+                self.server.post("/finish_weight_update", None, base.CONTROL_S)
+                return
+            except ServerError as answer:
+                if answer.refused:
+                    return
+                absent = answer.absent
+            if absent and not living(self._readers):
+                return
+            time.sleep(base.LOOK_S / 10)
+        log.error(
+            "%s may still be reading the memory of a trainer, and this bridge ends (pids %s)",
+            self.server.url,
+            ", ".join(map(str, living(self._readers))) or "not known",
+        )

@@ -1,0 +1,561 @@
+"""Stock servers take versions through a bridge: what they are told, and what becomes of failures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tensorlease.agents import RoundResult, TrainerAgent
+from tensorlease.agents.ring import RingOptions
+from tensorlease.engines import vllm_bridge
+from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge
+from tensorlease.engines.vllm_server import VLLMServer
+from tensorlease.protocol.errors import ConfigError, DeadlineError
+from tensorlease.protocol.records import Fate
+
+from ..agents.fake_cuda import UUIDS
+from ..broker.raw_agents import Threaded, eventually
+from .conftest import left
+from .fake_stock_vllm import FakeStockVLLM, Segments, passing_for_gpu
+
+UNPACKED = [
+    "/init_weight_transfer_engine",
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/update_weight_version",
+    "/reset_prefix_cache",
+    "/resume",
+]
+PACKED = [
+    "/init_weight_transfer_engine",
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/resume",
+]
+
+Led = Callable[..., FakeStockVLLM]
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> Segments:
+    """Shared memory of this process's trainers passes for that of a GPU."""
+    return passing_for_gpu(monkeypatch)
+
+
+@pytest.fixture
+def led(
+    broker: Threaded, url: str, segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Led]:
+    """Starts stock servers that are led: `led("a", packed=True)`."""
+    monkeypatch.setattr(vllm_bridge, "LOOK_S", 0.1)
+    servers: list[FakeStockVLLM] = []
+    bridges: list[tuple[VLLMIpcBridge, threading.Thread]] = []
+
+    def lead(
+        replica: str,
+        *,
+        packed: bool = False,
+        most: int = 2**20,
+        gpus: Sequence[str] = UUIDS[:1],
+        devices: Sequence[str] = ("cpu:0",),
+        update_s: float = 20.0,
+    ) -> FakeStockVLLM:
+        server = FakeStockVLLM(segments, gpus)
+        servers.append(server)
+        server.start()
+        bridge = VLLMIpcBridge(
+            VLLMServer(server.url),
+            "policy",
+            replica,
+            endpoint=url,
+            devices=devices,
+            update_s=update_s,
+            packed=packed,
+            packed_bytes=most,
+        )
+        server.leader = bridge
+        thread = threading.Thread(target=bridge.run)
+        thread.start()
+        bridges.append((bridge, thread))
+        return server
+
+    yield lead
+    for server in servers:
+        for path in list(server._gates):
+            server._gates.pop(path).go.set()
+    for bridge, thread in bridges:
+        bridge.stop()
+        thread.join(30.0)
+        assert not thread.is_alive()
+    for server in servers:
+        server.die()
+
+
+WEIGHTS = {
+    "w": torch.zeros(4, 3),
+    "scale": torch.zeros(5, dtype=torch.bfloat16),
+    "bytes": torch.zeros(3, dtype=torch.uint8),
+    "single": torch.zeros((), dtype=torch.float32),
+    "none": torch.zeros(0, 4),
+}
+
+
+class Source:
+    """A trainer, each of whose values is the version."""
+
+    def __init__(self, url: str, *, ring: bool = False, slots: int = 2) -> None:
+        options = RingOptions(slots, 8192) if ring else None
+        self._take(TrainerAgent("policy", endpoint=url, ring=options), ring)
+
+    @classmethod
+    def beside(cls, url: str, segments: Segments, rank: int, *, ring: bool, own: str) -> Source:
+        """Returns rank `rank` of two, on a GPU of its own; `own`: a tensor that no other has."""
+        source, gpu = cls.__new__(cls), UUIDS[rank]
+        options = RingOptions(2, 8192) if ring else None
+        trainer = TrainerAgent(
+            "policy", endpoint=url, ring=options, rank=rank, world_size=2, group="run", device=gpu
+        )
+        segments.gpus[trainer.instance[:8]] = gpu
+        source._take(trainer, ring, own)
+        return source
+
+    def _take(self, trainer: TrainerAgent, ring: bool, own: str = "") -> None:
+        self.trainer, self._ring = trainer, ring
+        self.weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+        if own:
+            self.weights[own] = torch.zeros(7)
+        if not ring:
+            trainer.register(self.weights)
+
+    def publish(self, version: int, replicas: int = 1) -> RoundResult:
+        """Publishes a version once so many replicas are ready."""
+        self.trainer.wait_ready(replicas, timeout=20.0)
+        if self._ring:
+            full = {name: torch.full_like(t, float(version)) for name, t in self.weights.items()}
+            return self.trainer.publish_stream(version, full.items(), timeout=30.0)
+        assert self.trainer.may_write()
+        for tensor in self.weights.values():
+            tensor.fill_(float(version))
+        return self.trainer.publish(version, timeout=30.0)
+
+
+@pytest.fixture(params=["unpacked", "packed", "ring"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def source(
+    broker: Threaded, url: str, segments: Segments, request: pytest.FixtureRequest
+) -> Iterator[Source]:
+    """What publishes: a ring where the test's way is one."""
+    ring = "way" in request.fixturenames and request.getfixturevalue("way") == "ring"
+    made = Source(url, ring=ring)
+    yield made
+    made.trainer.close(0.5)
+
+
+def at(server: FakeStockVLLM, version: int) -> bool:
+    """Whether all of its workers have exactly the version, and it works."""
+    settled = server.label == str(version) and not server.paused and not server.active
+    return settled and not server.unwaited and all(has(w, version) for w in server.weights)
+
+
+def has(weights: dict[str, torch.Tensor], version: int) -> bool:
+    if weights.keys() != WEIGHTS.keys():
+        return False
+    return all(
+        torch.equal(weights[name], torch.full_like(tensor, float(version)))
+        for name, tensor in WEIGHTS.items()
+    )
+
+
+def test_a_stock_server_has_the_version_with_name_and_cache_and_goes_on(
+    source: Source, led: Led, way: str
+) -> None:
+    server = led("a", packed=way != "unpacked")
+    eventually(lambda: "/init_weight_transfer_engine" in server.calls)
+    for version in (1, 2):
+        server.calls.clear()
+        result = source.publish(version)
+        assert result.ok, result
+        assert set(result.receivers) == {"a/0"}
+        assert list(dict.fromkeys(server.calls)) == (UNPACKED if way == "unpacked" else PACKED)
+        assert at(server, version)
+
+
+def test_memory_may_be_written_as_soon_as_it_is_released(source: Source, led: Led) -> None:
+    # Unpacked, a stock server reads some of it at the end of the update only.
+    server = led("a")
+    source.trainer.wait_ready(timeout=20.0)
+    source.weights["w"].fill_(1.0)
+    handle = source.trainer.publish_nowait(1)
+    handle.released.wait(20.0)
+    source.weights["w"].fill_(-1.0)
+    assert handle.finished.wait(20.0).ok
+    assert server.weights[0]["w"].eq(1.0).all()
+
+
+@pytest.mark.parametrize("most", [1, 64, 2**20])
+def test_packed_calls_have_no_more_bytes_than_they_may_or_one_tensor(
+    url: str, led: Led, segments: Segments, most: int
+) -> None:
+    server = led("a", packed=True, most=most)
+    source = Source(url)
+    try:
+        assert source.publish(1).ok
+    finally:
+        source.trainer.close(0.5)
+    assert at(server, 1)
+    for body in server.bodies:
+        sizes = body["update_info"]["tensor_sizes"]
+        assert sum(sizes) <= most or sum(size > 0 for size in sizes) == 1
+
+
+def test_a_ring_of_one_slot_is_looked_at_anew_in_each_call(
+    url: str, led: Led, segments: Segments
+) -> None:
+    # vLLM keeps the buffer of its last call mapped, and would not wait for the event again.
+    server = led("a", packed=True)
+    source = Source(url, ring=True, slots=1)
+    try:
+        source.trainer.wait_ready(timeout=20.0)
+        with source.trainer.open_round(1, timeout=20.0) as r:
+            for name, tensor in WEIGHTS.items():
+                r.send(name, torch.full_like(tensor, 1.0))
+                r.flush()
+    finally:
+        source.trainer.close(0.5)
+    assert r.result is not None and r.result.ok, r.result
+    assert at(server, 1)
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("path", "fates", "held"),
+    [
+        ("/init_weight_transfer_engine", {Fate.EXPELLED}, False),
+        ("/pause", {Fate.EXPELLED}, False),
+        ("/start_weight_update", {Fate.EXPELLED}, False),
+        ("/update_weights", {Fate.EXPELLED}, True),
+        ("/finish_weight_update", {Fate.EXPELLED, Fate.TORN}, True),
+        ("/update_weight_version", {Fate.TORN}, True),
+        ("/reset_prefix_cache", {Fate.TORN}, True),
+    ],
+)
+def test_of_two_servers_one_that_fails_is_named_the_other_goes_on_and_the_next_round_repairs_it(
+    source: Source, led: Led, way: str, path: str, fates: set[Fate], held: bool
+) -> None:
+    if path == "/update_weight_version" and way != "unpacked":
+        pytest.skip("packed, the version's name comes with /finish_weight_update")
+    good, bad = led("good", packed=way != "unpacked"), led("bad", packed=way != "unpacked")
+    assert source.publish(1, 2).ok
+    bad.fails[path] = "engine core died"
+    result = source.publish(2, 2)
+    assert result.receivers["good/0"].fate is Fate.COMMITTED
+    assert at(good, 2)
+    assert result.receivers["bad/0"].fate in fates, result
+    assert f"{bad.url}{path}" in result.receivers["bad/0"].reason
+    assert "engine core died" in result.receivers["bad/0"].reason
+    eventually(lambda: bad.paused is held)
+    assert bad.label == ("2" if path == "/reset_prefix_cache" else "1")
+    assert source.publish(3, 2).ok
+    assert at(good, 3)
+    assert at(bad, 3)
+
+
+def test_what_a_worker_raises_is_the_reason_and_its_server_is_held(
+    source: Source, led: Led, way: str
+) -> None:
+    server = led("a", packed=way != "unpacked")
+    server.load_fails = "no module or parameter named 'w'"
+    result = source.publish(1)
+    assert not result.ok
+    assert "no module or parameter named 'w'" in result.reason
+    eventually(lambda: server.paused)
+    assert server.label == "default"
+    assert source.publish(2).ok
+    assert at(server, 2)
+
+
+def test_a_server_that_dies_in_an_update_is_out_and_current_once_it_has_come_again(
+    source: Source, led: Led, way: str
+) -> None:
+    good, bad = led("good", packed=way != "unpacked"), led("bad", packed=way != "unpacked")
+    assert source.publish(1, 2).ok
+    gate = bad.hold("/update_weights")
+
+    def die() -> None:
+        assert gate.came.wait(10.0)
+        bad.die()
+        gate.go.set()
+
+    killing = threading.Thread(target=die)
+    killing.start()
+    result = source.publish(2, 2)
+    killing.join()
+    assert result.receivers["good/0"].fate is Fate.COMMITTED
+    assert result.receivers["bad/0"].fate is not Fate.COMMITTED
+    assert f"{bad.url}/update_weights" in result.reason
+    bad.start()
+    assert source.publish(3, 2).ok
+    assert at(good, 3)
+    assert at(bad, 3)
+
+
+def test_memory_is_kept_while_a_server_that_has_not_answered_may_read_it(
+    source: Source, led: Led, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = led("a", update_s=0.3)
+    monkeypatch.setattr(vllm_bridge, "CONTROL_S", 0.3)
+    source.trainer.wait_ready(timeout=20.0)
+    stall = server.stall()
+    handle = source.trainer.publish_nowait(1, stage_s=1.0)
+    assert stall.came.wait(10.0)
+    result = handle.finished.wait(20.0)
+    assert not result.ok
+    # It was asked whether it is over, and has not answered.
+    eventually(lambda: server.calls.count("/finish_weight_update") > 1)
+    assert not handle.released.done
+    stall.go.set()
+    handle.released.wait(20.0)
+    monkeypatch.setattr(vllm_bridge, "CONTROL_S", 20.0)
+    server.leader._update_s = 20.0
+    assert source.publish(2).ok
+    assert at(server, 2)
+
+
+def test_a_tensor_that_a_server_does_not_know_is_named_and_may_be_taken_back(
+    source: Source, led: Led
+) -> None:
+    server = led("a")
+    assert source.publish(1).ok
+    unknown = source.trainer.register({"no.such": torch.ones(3)})
+    server.load_fails = "there is no parameter named 'no.such'"
+    result = source.publish(2)
+    assert not result.ok
+    assert "no.such" in result.reason
+    source.trainer.unregister(unknown, timeout=20.0)
+    assert source.publish(3).ok
+    assert at(server, 3)
+
+
+def test_an_update_that_another_has_left_open_is_ended_first(source: Source, led: Led) -> None:
+    server = led("a")
+    for worker in server.workers:
+        worker.active = True
+    assert source.publish(1).ok
+    assert at(server, 1)
+
+
+def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(
+    broker: Threaded, url: str, led: Led
+) -> None:
+    server = led("a", packed=True)
+    source = Source(url, ring=True)
+    try:
+        source.trainer.wait_ready(timeout=20.0)
+        with left(source.trainer, 1):
+            assert server.loading.wait(10.0)
+        leader = server.leader
+        assert isinstance(leader, VLLMIpcBridge)
+        eventually(lambda: not leader._seats[0].goes_on)
+        assert server.paused
+        assert server.label == "default"
+        assert source.publish(2).ok
+    finally:
+        source.trainer.close(0.5)
+    assert at(server, 2)
+
+
+# ---------------------------------------------------------------- what cannot be had
+
+
+def test_a_ring_without_packed_is_refused_by_name(url: str, led: Led) -> None:
+    server = led("a")
+    source = Source(url, ring=True)
+    try:
+        result = source.publish(1)
+    finally:
+        source.trainer.close(0.5)
+    assert not result.ok
+    assert "through a ring" in result.reason and "--packed" in result.reason
+    assert "/update_weights" not in server.calls
+
+
+@pytest.mark.parametrize("options", [{"verify": True}, {"subset": ["w"], "base": 1}])
+def test_rounds_that_need_our_backend_leave_the_server_alone(
+    source: Source, led: Led, options: dict[str, object]
+) -> None:
+    server = led("a")
+    assert source.publish(1).ok
+    server.calls.clear()
+    source.trainer.wait_ready(timeout=20.0)
+    result = source.trainer.publish(2, timeout=20.0, **options)  # type: ignore[arg-type]
+    assert not result.ok
+    assert "stock server" in result.reason and "--mode plugin" in result.reason
+    assert not server.calls
+    assert source.publish(3).ok
+    assert at(server, 3)
+
+
+def test_shared_memory_is_refused_before_any_round(broker: Threaded, url: str) -> None:
+    segments = Segments()
+    server = FakeStockVLLM(segments)
+    server.start()
+    bridge = VLLMIpcBridge(VLLMServer(server.url), "policy", "a", endpoint=url)
+    thread = threading.Thread(target=bridge.run)
+    thread.start()
+    source = Source(url)
+    try:
+        eventually(lambda: "a" in source.trainer.replicas)
+        with pytest.raises(DeadlineError, match="shared memory.*of GPUs alone"):
+            source.trainer.wait_ready(timeout=1.0)
+    finally:
+        source.trainer.close(0.5)
+        bridge.stop()
+        thread.join(20.0)
+        server.die()
+    assert not thread.is_alive()
+
+
+def test_a_server_with_more_workers_than_gpus_are_named_ends_the_bridge(
+    broker: Threaded, url: str, segments: Segments
+) -> None:
+    server = FakeStockVLLM(segments, UUIDS[:2])
+    server.start()
+    bridge = VLLMIpcBridge(VLLMServer(server.url), "policy", "a", endpoint=url)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"has 2 workers, and 1 GPUs are named.*--device UUID"
+        ):
+            bridge.run()
+    finally:
+        server.die()
+
+
+# ---------------------------------------------------------------- several GPUs
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("experts", [False, True])
+def test_each_worker_of_a_server_gets_what_lies_on_its_gpu(
+    url: str, led: Led, segments: Segments, ring: bool, experts: bool
+) -> None:
+    server = led("a", packed=ring, gpus=UUIDS[:2], devices=UUIDS[:2])
+    own = ["expert.0", "expert.1"] if experts else ["", ""]
+    made = [Source.beside(url, segments, rank, ring=ring, own=own[rank]) for rank in (0, 1)]
+    try:
+        for version in (1, 2):
+            with ThreadPoolExecutor(2) as pool:
+                results = list(pool.map(Source.publish, made, [version] * 2))
+            assert [result.ok for result in results] == [True, True], results
+            assert set(results[0].receivers) == {"a/0", "a/1"}
+            if experts:
+                for place, weights in enumerate(server.weights):
+                    assert weights.pop(own[place]).eq(float(version)).all()
+                    assert not weights.keys() - WEIGHTS.keys()
+            assert at(server, version)
+    finally:
+        for source in made:
+            source.trainer.close(0.5)
+    # One entry a worker where they get different things, else one for all.
+    kinds = {type(body["update_info"]) for body in server.bodies}
+    assert (list in kinds) is experts
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_ranks_that_send_in_different_steps_are_named(
+    url: str, led: Led, segments: Segments, ring: bool
+) -> None:
+    led("a", packed=True, most=1, gpus=UUIDS[:2], devices=UUIDS[:2])
+    made = [
+        Source.beside(url, segments, rank, ring=ring, own="more" if rank else "") for rank in (0, 1)
+    ]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(lambda source: source.publish(1), made))
+    finally:
+        for source in made:
+            source.trainer.close(0.5)
+    assert not results[0].ok
+    assert "would need 4, 5 calls" in results[0].reason
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_command_leads_stock_servers_until_it_is_told_to_end(
+    source: Source,
+    url: str,
+    segments: Segments,
+    capfd: pytest.CaptureFixture[str],
+    packed: bool,
+) -> None:
+    servers = [FakeStockVLLM(segments), FakeStockVLLM(segments)]
+    for server in servers:
+        server.start()
+    program = [sys.executable, "-P", "-m", "tensorlease.cli", "bridge", "vllm", "--channel=policy"]
+    words = ["--mode=ipc", *(["--packed", "--packed-buffer-size-bytes=4096"] if packed else [])]
+    words += [f"--url={server.url}" for server in servers]
+    process = subprocess.Popen([*program, f"--endpoint={url}", *words])
+    try:
+        assert source.publish(1, replicas=2).ok
+        assert all(at(server, 1) for server in servers)
+        process.terminate()
+        assert process.wait(20.0) == 0
+    finally:
+        process.kill()
+        process.wait()
+        for server in servers:
+            server.die()
+    said = capfd.readouterr().err
+    assert "cannot be seen from here" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.program
+def test_a_bridge_that_was_killed_in_an_update_is_started_again_and_repairs_the_server(
+    source: Source, url: str, segments: Segments
+) -> None:
+    server = FakeStockVLLM(segments)
+    server.start()
+    program = [sys.executable, "-P", "-m", "tensorlease.cli", "bridge", "vllm", "--channel=policy"]
+    words = ["--mode=ipc", f"--url={server.url}", f"--endpoint={url}"]
+    bridge = subprocess.Popen([*program, *words])
+    stall = server.stall()
+    try:
+        source.trainer.wait_ready(timeout=30.0)
+        handle = source.trainer.publish_nowait(1)
+        assert stall.came.wait(20.0)
+        bridge.kill()
+        bridge.wait()
+        result = handle.finished.wait(20.0)
+        assert [each.fate for each in result.receivers.values()] == [Fate.LOST]
+        assert server.paused
+        bridge = subprocess.Popen([*program, *words])
+        stall.go.set()
+        assert source.publish(2).ok
+        assert at(server, 2)
+        bridge.terminate()
+        assert bridge.wait(20.0) == 0
+    finally:
+        stall.go.set()
+        bridge.kill()
+        bridge.wait()
+        server.die()

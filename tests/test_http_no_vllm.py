@@ -1,0 +1,70 @@
+"""examples/http_no_vllm.py: a checkpoint goes into stock vLLM servers, here fake ones without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from .agents.fake_cuda import UUIDS
+from .engines.fake_stock_vllm import FakeStockVLLM, Segments, passing_for_gpu
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Segments:
+    monkeypatch.setenv("TENSORLEASE_SHM_DIR", str(tmp_path))
+    return passing_for_gpu(monkeypatch)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setitem(
+        sys.modules, "vllm", None
+    )  # It does so by itself; here it ends with the test.
+    return importlib.import_module("http_no_vllm")
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_checkpoint_is_what_stock_servers_answer_from(
+    segments: Segments,
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    packed: bool,
+) -> None:
+    checkpoint = tmp_path_factory.mktemp("checkpoint")
+    save_file({"w": torch.rand(5, 3).bfloat16(), "v": torch.rand(7)}, checkpoint / "a.safetensors")
+    save_file({"u": torch.rand(2, 2)}, checkpoint / "b.safetensors")
+    weights = load_file(checkpoint / "a.safetensors") | load_file(checkpoint / "b.safetensors")
+    rank = example.Rank(UUIDS[0], "cpu", weights)
+    monkeypatch.setattr(example, "load", lambda where, gpus: [rank] * gpus)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda ordinal: ordinal)
+    servers = [FakeStockVLLM(segments), FakeStockVLLM(segments)]
+    for server in servers:
+        server.start()
+    words = [f"--checkpoint={checkpoint}", *(f"--url={server.url}" for server in servers)]
+    words += ["--packed", "--packed-buffer-size-bytes=4096"] if packed else []
+    monkeypatch.setattr(sys, "argv", ["http_no_vllm.py", *words])
+    try:
+        assert example.main() == 0
+    finally:
+        for server in servers:
+            server.die()
+    for server in servers:
+        assert (server.label, server.paused, server.unwaited) == ("1", False, [])
+        (worker,) = server.weights
+        assert worker.keys() == weights.keys()
+        assert all(torch.equal(worker[name], weights[name]) for name in weights)
+    printed = capsys.readouterr().out
+    assert printed.count("  before '[]") == printed.count("  after  \"[('u'") == 4
+    assert "0 bytes of the GPUs are left" in printed
