@@ -19,7 +19,7 @@ from tensorlease.agents import RoundInfo, WorkerAgent
 from tensorlease.protocol.errors import ClosedError, NoBrokerError, TensorleaseError
 
 from .member import UpdateError
-from .vllm_server import ServerError, VLLMServer
+from .vllm_server import ControlledServer, ServerError
 
 LOOK_S: Final = 1.0
 """Between two looks whether the server is there."""
@@ -51,7 +51,7 @@ class VLLMBridge:
 
     def __init__(
         self,
-        server: VLLMServer,
+        server: ControlledServer,
         channel: str,
         replica: str,
         *,
@@ -63,6 +63,8 @@ class VLLMBridge:
     ) -> None:
         self.server: Final = server
         self.replica: Final = replica
+        self.away = ""
+        """Why the server is not led, while it does not answer, or refuses."""
         self._channel = channel
         self._endpoint = endpoint
         self._device = device
@@ -79,6 +81,12 @@ class VLLMBridge:
         # The agent, while the server is there.
         self._worker: WorkerAgent | None = None
 
+    @property
+    def leads(self) -> bool:
+        """Whether it has joined the channel for the server."""
+        worker = self._worker
+        return worker is not None and not worker.closed
+
     def run(self) -> None:
         """Serves rounds, whenever the server is there, until `stop`.
 
@@ -94,6 +102,7 @@ class VLLMBridge:
                     self._serve()
                     joined = True
                 except ServerError as error:  # It has gone again, or is none.
+                    self.away = str(error)
                     log.error("%s", error)
                     self._ending.wait(LOOK_S)
                 except NoBrokerError as error:
@@ -120,6 +129,7 @@ class VLLMBridge:
         while not self._ending.is_set():
             if self.server.is_healthy():
                 return True
+            self.away = f"{self.server.url} does not answer"
             if not said:
                 log.info("waits for %s", self.server.url)
                 said = True
@@ -151,6 +161,7 @@ class VLLMBridge:
             worker.attend()
             with self._lock:
                 self._worker = worker
+                self.away = ""
                 if self._ending.is_set():
                     return
             log.info("%s has joined %s as %s", self.server.url, self._channel, self.replica)

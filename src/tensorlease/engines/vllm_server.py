@@ -7,7 +7,7 @@ import http.client
 import json
 import socket
 import threading
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlencode, urlsplit
 
 from tensorlease.protocol.errors import ConfigError, TensorleaseError
@@ -26,6 +26,26 @@ class ServerError(TensorleaseError):
     def __init__(self, text: str, *, refused: bool = False) -> None:
         super().__init__(text)
         self.refused = refused
+
+
+class ControlledServer(Protocol):
+    """What a leader asks of a server; `VLLMServer` says what each does."""
+
+    @property
+    def url(self) -> str:
+        """Its address, or what it is called."""
+
+    def is_healthy(self, timeout: float = ...) -> bool:
+        """Whether it answers."""
+
+    def world_size(self, timeout: float = ...) -> int:
+        """Returns how many workers it has."""
+
+    def is_paused(self, timeout: float = ...) -> bool:
+        """Whether it holds its requests."""
+
+    def post(self, path: str, body: dict[str, Any] | None, timeout: float, **query: str) -> Any:
+        """Has it do what the endpoint does; raises `ServerError` where it does not."""
 
 
 class VLLMServer:
