@@ -173,7 +173,7 @@ def test_a_forked_child_neither_uses_nor_ends_it(
 
 
 def test_addresses_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no url"):
+    with pytest.raises(ConfigError, match="no server"):
         VLLMControl()
     with pytest.raises(ConfigError, match="must be like http"):
         VLLMControl("127.0.0.1:8000")

@@ -32,7 +32,8 @@ class VLLMControl:
     leaders do, and what becomes of a server that fails, is as with `tensorlease bridge vllm`.
 
     Args:
-        urls: Addresses of servers; they may come later, and go and come again.
+        servers: Their addresses, or objects that reach them; they may come later, and go and come
+            again.
         update_s: How long an update may take, in seconds.
         pause: What becomes of requests meanwhile: "keep", "wait" or "abort"; see vLLM's `/pause`.
         recorded: Whether the servers' workers record what the model's loader does, and copy from
@@ -44,14 +45,17 @@ class VLLMControl:
 
     def __init__(
         self,
-        *urls: str,
+        *servers: str | ControlledServer,
         update_s: float = 300.0,
         pause: str = "keep",
         recorded: bool = True,
     ) -> None:
-        if not urls:
-            raise ConfigError("no url: give the address of a server, http://127.0.0.1:8000 say")
-        self._servers: list[ControlledServer] = [VLLMServer(url) for url in dict.fromkeys(urls)]
+        if not servers:
+            raise ConfigError("no server: give the address of one, http://127.0.0.1:8000 say")
+        self._servers: list[ControlledServer] = [
+            VLLMServer(server) if isinstance(server, str) else server
+            for server in dict.fromkeys(servers)
+        ]
         self._update_s = update_s
         self._pause = pause
         self._recorded = recorded
