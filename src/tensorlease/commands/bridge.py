@@ -53,6 +53,11 @@ def bridge() -> None:
     show_default=True,
     help="Whether workers record what the model's loader does, and copy from the second update on.",
 )
+@click.option(
+    "--sleep",
+    is_flag=True,
+    help="Servers sleep during an update (level 1), but for their weights: room for it on their GPUs.",
+)
 @click.option("--endpoint", default="", metavar="ADDRESS", help="The broker's address.")
 @click.option("--job", default="", help="The job whose broker is meant.")
 def vllm(
@@ -62,6 +67,7 @@ def vllm(
     pause: str,
     timeout_s: float,
     recorded: bool,
+    sleep: bool,
     endpoint: str,
     job: str,
 ) -> None:
@@ -83,6 +89,7 @@ def vllm(
                 update_s=timeout_s,
                 pause=pause,
                 recorded=recorded,
+                sleep=sleep,
             )
             for server in servers
         ]

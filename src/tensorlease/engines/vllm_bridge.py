@@ -19,6 +19,7 @@ from tensorlease.agents import RoundInfo, WorkerAgent
 from tensorlease.protocol.errors import ClosedError, NoBrokerError, TensorleaseError
 
 from .member import UpdateError
+from .vllm_hold import Hold
 from .vllm_server import ControlledServer, ServerError
 
 LOOK_S: Final = 1.0
@@ -27,6 +28,8 @@ SILENT_S: Final = 30.0
 """A server that takes connections and answers none for so long counts as gone."""
 CONTROL_S: Final = 60.0
 """How long the server may take for what moves no weights."""
+SLEEP_S: Final = 180.0
+"""How long a step of sleeping and waking may take: all weights go to the host, and come back."""
 MARGIN_S: Final = 10.0
 """By so much longer than its workers wait, the answer to an update is waited for."""
 END_S: Final = 5.0
@@ -47,6 +50,7 @@ class VLLMBridge:
         update_s: How long an update may take, in seconds.
         pause: What becomes of requests meanwhile: "keep", "wait" or "abort"; see vLLM's `/pause`.
         recorded: Whether its workers record what the model's loader does, and copy from then on.
+        sleep: Whether it sleeps during an update, with its weights awake; see `Hold`.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class VLLMBridge:
         update_s: float = 300.0,
         pause: str = "keep",
         recorded: bool = True,
+        sleep: bool = False,
     ) -> None:
         self.server: Final = server
         self.replica: Final = replica
@@ -69,7 +74,7 @@ class VLLMBridge:
         self._endpoint = endpoint
         self._device = device
         self._update_s = update_s
-        self._pause = pause
+        self.hold: Final = Hold(server, pause, sleep, lambda: SLEEP_S if sleep else CONTROL_S)
         self._recorded = recorded
         # What becomes of the call of `/update_weights`, until the round is decided.
         self._update: Future[None] | None = None
@@ -192,7 +197,7 @@ class VLLMBridge:
         self._settle()
         half = self._half
         try:
-            self.server.post("/pause", None, CONTROL_S, mode=self._pause)
+            self.hold.begin()
             self._require_round()
             self._start()
             try:
@@ -205,7 +210,7 @@ class VLLMBridge:
         except TensorleaseError:
             if not self._half:
                 with contextlib.suppress(ServerError):  # The next round tries again.
-                    self.server.post("/resume", None, CONTROL_S)
+                    self.hold.undo()
             raise
         self._update = update = Future[None]()
         sending = threading.Thread(
@@ -257,16 +262,18 @@ class VLLMBridge:
         # What it has worked out for the beginnings of prompts is of the old weights.
         server.post("/reset_prefix_cache", None, CONTROL_S)
         self._half = False
-        server.post("/resume", None, CONTROL_S)
+        self.hold.end()
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
         self._settle()
         if self._half:
             log.error(
-                "%s has half of version %d (%s): it answers no request until a round commits",
+                "%s has half of version %d (%s), and is %s: it answers no request until a round"
+                " commits",
                 self.server.url,
                 info.version,
                 reason,
+                self.hold.state.value,
             )
 
     def _settle(self) -> None:

@@ -84,7 +84,9 @@ class ClientServer:
         """No: whoever pauses the engine resumes it."""
         return False
 
-    def post(self, path: str, body: dict[str, Any] | None, timeout: float, **query: str) -> Any:
+    def post(
+        self, path: str, body: dict[str, Any] | None, timeout: float, **query: str | list[str]
+    ) -> Any:
         """Has the client do what the endpoint does; raises `ServerError` where it does not.
 
         Args:

@@ -38,6 +38,7 @@ class VLLMControl:
         pause: What becomes of requests meanwhile: "keep", "wait" or "abort"; see vLLM's `/pause`.
         recorded: Whether the servers' workers record what the model's loader does, and copy from
             the second update on.
+        sleep: Whether servers sleep during an update, but for their weights.
 
     Raises:
         ConfigError: No address, or what is none.
@@ -49,6 +50,7 @@ class VLLMControl:
         update_s: float = 300.0,
         pause: str = "keep",
         recorded: bool = True,
+        sleep: bool = False,
     ) -> None:
         if not servers:
             raise ConfigError("no server: give the address of one, http://127.0.0.1:8000 say")
@@ -59,6 +61,7 @@ class VLLMControl:
         self._update_s = update_s
         self._pause = pause
         self._recorded = recorded
+        self._sleep = sleep
         self._pid = os.getpid()
         # Guards the rest.
         self._lock = threading.Lock()
@@ -190,6 +193,7 @@ class VLLMControl:
             update_s=self._update_s,
             pause=self._pause,
             recorded=self._recorded,
+            sleep=self._sleep,
         )
 
     def _run(self, bridge: VLLMBridge) -> None:

@@ -44,7 +44,9 @@ class ControlledServer(Protocol):
     def is_paused(self, timeout: float = ...) -> bool:
         """Whether it holds its requests."""
 
-    def post(self, path: str, body: dict[str, Any] | None, timeout: float, **query: str) -> Any:
+    def post(
+        self, path: str, body: dict[str, Any] | None, timeout: float, **query: str | list[str]
+    ) -> Any:
         """Has it do what the endpoint does; raises `ServerError` where it does not."""
 
 
@@ -86,19 +88,23 @@ class VLLMServer:
         """Whether it holds its requests."""
         return bool(self._get("/is_paused", "is_paused", timeout))
 
-    def post(self, path: str, body: dict[str, Any] | None, timeout: float, **query: str) -> Any:
+    def post(
+        self, path: str, body: dict[str, Any] | None, timeout: float, **query: str | list[str]
+    ) -> Any:
         """Returns the answer's JSON.
 
         Args:
             path: The endpoint.
             body: JSON that it is given, if any.
             timeout: Limit in seconds.
-            query: Its parameters.
+            query: Its parameters; of several values in a list.
 
         Raises:
             ServerError: It cannot be reached, does not answer in time, or refuses.
         """
-        return self._ask("POST", f"{path}?{urlencode(query)}" if query else path, body, timeout)
+        return self._ask(
+            "POST", f"{path}?{urlencode(query, doseq=True)}" if query else path, body, timeout
+        )
 
     def _get(self, path: str, name: str, timeout: float) -> int:
         answer = self._ask("GET", path, None, timeout)
