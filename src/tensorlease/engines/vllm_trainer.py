@@ -27,6 +27,7 @@ from tensorlease.agents.ring import DEFAULT_SLOT_BYTES, DEFAULT_SLOTS
 from tensorlease.protocol.errors import ClosedError, ConfigError
 from tensorlease.protocol.records import Distribution
 
+from .labels import label_of
 from .vllm_client import ClientServer
 from .vllm_control import VLLMControl
 from .vllm_plugin import BACKEND, register
@@ -173,8 +174,7 @@ def _device_of(info: TensorleaseTrainerInitInfo) -> tuple[str, str]:
     if not torch.cuda.is_available():
         return info.device or "cpu:0", "cpu"
     index = torch.cuda.current_device()
-    label = str(torch.cuda.get_device_properties(index).uuid).lower()
-    return info.device or label, f"cuda:{index}"
+    return info.device or label_of(torch.device("cuda", index)), f"cuda:{index}"
 
 
 register()
