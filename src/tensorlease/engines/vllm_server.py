@@ -34,15 +34,19 @@ class ControlledServer(Protocol):
     @property
     def url(self) -> str:
         """Its address, or what it is called."""
+        ...
 
     def is_healthy(self, timeout: float = ...) -> bool:
         """Whether it answers."""
+        ...
 
     def world_size(self, timeout: float = ...) -> int:
         """Returns how many workers it has."""
+        ...
 
     def is_paused(self, timeout: float = ...) -> bool:
         """Whether it holds its requests."""
+        ...
 
     def post(
         self, path: str, body: dict[str, Any] | None, timeout: float, **query: str | list[str]
