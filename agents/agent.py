@@ -69,6 +69,7 @@ class Agent(Generic[C]):
         if not isinstance(endpoint, str | None):
             raise ConfigError(f"endpoint {endpoint!r}: must be text, ipc:///path say")
         candidates(os.environ, os.geteuid(), endpoint or "")
+        self._given_endpoint = endpoint or ""
         self._connect_timeout = check_timeout("connect_timeout", connect_timeout)
         owner = weakref.ref(self)
         self._connection = Connection(core, endpoint or "", owner, abandoned)
@@ -92,6 +93,12 @@ class Agent(Generic[C]):
     def device(self) -> str:
         """The label of its device; agents with equal labels are beside each other."""
         return self._core.me.device
+
+    @property
+    def endpoint(self) -> str:
+        """The broker's address; before the first connection what it was given, which may be empty."""
+        found = self._connection.endpoint
+        return self._given_endpoint if found is None else str(found)
 
     @property
     def closed(self) -> bool:

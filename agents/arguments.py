@@ -136,6 +136,16 @@ def check_number(what: str, number: int) -> int:
     raise ConfigError(f"{what} {number!r}: must be a whole number")
 
 
+def wanted_replicas(replicas: int | Collection[str]) -> tuple[int, frozenset[str]]:
+    """Returns how many replicas are asked for, and which; raises `ConfigError` for what is neither."""
+    if not isinstance(replicas, Collection):
+        return check_number("replicas", replicas), frozenset()
+    if isinstance(replicas, str):
+        raise ConfigError(f"replicas {replicas!r}: must be a whole number, or a list of names")
+    names = frozenset(check_name("replica", name) for name in replicas)
+    return len(names), names
+
+
 def check_place(what: str, place: int, count: int, of: str) -> tuple[int, int]:
     """Returns both as ints; raises `ConfigError` unless `place` is one of 0 to `count` - 1."""
     place, count = check_number(what, place), check_number(of, count)

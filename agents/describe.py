@@ -70,6 +70,23 @@ def too_few(states: Iterable[ReplicaState], least: int, of: str, after: str) -> 
     return f"{head} ({names}) {after}; {why}"
 
 
+def not_ready(states: Iterable[ReplicaState], names: frozenset[str], of: str, after: str) -> str:
+    """Says which of the replicas with these names are not ready, and what they lack.
+
+    `of` and `after`: of which channel, and after how long.
+    """
+    known = {state.replica: state for state in states}
+    lacking = [
+        f"{name} {known[name].reason}" if name in known else f"{name} has not joined"
+        for name in sorted(names)
+        if name not in known or not known[name].ready
+    ]
+    if not lacking:
+        # The list is older than the last offer.
+        lacking = [f"{', '.join(sorted(names)[:MAX_SHOWN])} have yet to answer the last offer"]
+    return f"not all of the replicas {of} are ready {after}: {'; '.join(lacking[:MAX_SHOWN])}"
+
+
 def describe_call(
     call: Call | None, handle: RoundHandle, states: Iterable[ReplicaState], world_size: int
 ) -> str:

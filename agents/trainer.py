@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Unpack
 
@@ -21,7 +22,6 @@ from .agent import CONNECT_TIMEOUT_S
 from .arguments import (
     RoundOptions,
     check_name,
-    check_number,
     check_place,
     deadline_of,
     distribution_of,
@@ -31,9 +31,11 @@ from .arguments import (
     new_instance,
     subset_of,
     terms_of,
+    wanted_replicas,
 )
+from .control import Control
 from .core import Effect
-from .describe import describe_call, too_few
+from .describe import describe_call, not_ready, too_few
 from .discovery import one_line
 from .publisher import Publisher
 from .registered import RegisteredSource
@@ -170,41 +172,48 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
 
     # ------------------------------------------------------------ rounds
 
-    def wait_ready(self, replicas: int = 1, timeout: float = 60.0) -> dict[str, ReplicaState]:
+    def wait_ready(
+        self, replicas: int | Collection[str] = 1, timeout: float = 60.0
+    ) -> dict[str, ReplicaState]:
         """Waits until so many replicas are complete and have a source for all that they want.
 
         Returns them all by name, after at most `timeout` seconds.
+
+        Args:
+            replicas: How many; or the names of those that have to be.
+            timeout: Limit in seconds.
 
         Raises:
             ConfigError: The number is none.
             DeadlineError: They are not, in time; names each and what it lacks.
         """
         self._check_here()
-        replicas = check_number("replicas", replicas)
+        least, names = wanted_replicas(replicas)
         deadline = deadline_of(timeout)
         self._fixed = True
         self._connect(deadline)
 
         def ready() -> bool:
-            states = self._core.state.replicas
-            return self._members_known and sum(state.ready for state in states) >= replicas
+            found = {state.replica for state in self._core.state.replicas if state.ready}
+            return self._members_known and len(found) >= least and names <= found
 
-        self._connection.wait_until(
-            ready,
-            deadline,
-            lambda lasted: DeadlineError(
-                too_few(
-                    self._core.state.replicas,
-                    replicas,
-                    f"of channel {self.channel!r}",
-                    f"after {seconds(lasted)}",
-                )
-            ),
-        )
+        def late(lasted: float) -> DeadlineError:
+            states, of = self._core.state.replicas, f"of channel {self.channel!r}"
+            after = f"after {seconds(lasted)}"
+            if names:
+                return DeadlineError(not_ready(states, names, of, after))
+            return DeadlineError(too_few(states, least, of, after))
+
+        self._connection.wait_until(ready, deadline, late)
         return self.replicas
 
     def publish(
-        self, version: int, *, timeout: float = 120.0, **options: Unpack[RoundOptions]
+        self,
+        version: int,
+        *,
+        timeout: float = 120.0,
+        control: Control | None = None,
+        **options: Unpack[RoundOptions],
     ) -> RoundResult:
         """Makes a version: waits until the round has ended, and released what it carries.
 
@@ -216,6 +225,7 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
         Args:
             version: Higher than all before; the same again serves who is not at it yet.
             timeout: Limit of this call in seconds; the round itself goes on after it.
+            control: Leads engines through the round; it is waited for. On one rank.
             options: See `RoundOptions`.
 
         Raises:
@@ -225,8 +235,11 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
             DeadlineError: The limit has passed; names who is missing.
         """
         deadline = deadline_of(timeout)
-        terms = terms_of(version, options)
-        handle = self._publish(terms, deadline, subset_of(options))
+        terms, subset = terms_of(version, options), subset_of(options)
+        if control is not None:
+            self._check_publish(terms.version, subset)
+            control.wait_ready(self, max(0.0, deadline - time.monotonic()))
+        handle = self._publish(terms, deadline, subset)
         result = handle.finished.wait(max(0.0, deadline - time.monotonic()))
         try:
             handle.released.wait(max(0.0, deadline - time.monotonic()))
@@ -239,6 +252,7 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
         version: int,
         *,
         timeout: float = 120.0,  # noqa: ASYNC109 - as publish has it
+        control: Control | None = None,
         **options: Unpack[RoundOptions],
     ) -> RoundResult:
         """As `publish`, without blocking the event loop."""
@@ -248,6 +262,9 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
         terms = terms_of(version, options)
         subset = subset_of(options)
         self._check_publish(version, subset)
+        if control is not None:
+            left = max(0.0, deadline - time.monotonic())
+            await asyncio.to_thread(control.wait_ready, self, left)
         await self._aconnect(deadline)
         with self._having_turn():
             await self._connection.await_until(

@@ -174,6 +174,20 @@ def test_too_few_that_are_ready_are_named_and_the_others_said_to_be_missing(
         trainer.wait_ready(2, timeout=0.05)
 
 
+def test_replicas_that_are_waited_for_by_name_are_named_with_what_they_lack(
+    trainer: TrainerAgent, start_worker: StartWorker
+) -> None:
+    start_worker("a", weights())
+    assert trainer.wait_ready(["a"], timeout=20.0)["a"].ready
+    text = (
+        r"^not all of the replicas of channel 'policy' are ready after 0\.0\d+ s: b has not joined$"
+    )
+    with pytest.raises(DeadlineError, match=text):
+        trainer.wait_ready({"b", "a"}, timeout=0.05)
+    with pytest.raises(ConfigError, match="'a': must be a whole number, or a list of names"):
+        trainer.wait_ready("a")
+
+
 def test_a_worker_that_finds_no_source_says_so_once_by_name(
     trainer: TrainerAgent, worker: WorkerAgent, caplog: pytest.LogCaptureFixture
 ) -> None:

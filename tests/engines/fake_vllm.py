@@ -65,6 +65,8 @@ class FakeVLLM:
         self.label = "default"
         self.paused = False
         self.active = False
+        # What sleeps: "weights", "kv_cache".
+        self.sleeping: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -114,15 +116,17 @@ class FakeVLLM:
         parts = urlsplit(request.path)
         length = int(request.headers.get("Content-Length", 0))
         body = json.loads(request.rfile.read(length)) if length else {}
-        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        query = {key: ",".join(values) for key, values in parse_qs(parts.query).items()}
         if request.command == "POST":
-            self.calls.append(parts.path)
+            shown = request.path if parts.path in ("/sleep", "/wake_up") else parts.path
+            self.calls.append(shown)
         try:
             if (gate := self._gates.pop(parts.path, None)) is not None:
                 gate.came.set()
                 gate.go.wait(30.0)
-            if parts.path in self.fails:
-                raise Refused(500, self.fails.pop(parts.path))
+            for path in (request.path, parts.path):
+                if path in self.fails:
+                    raise Refused(500, self.fails.pop(path))
             status, answer = 200, self._answer(parts.path, query, body)
         except Refused as refused:
             error = {"message": str(refused), "type": "error", "param": None}
@@ -153,6 +157,15 @@ class FakeVLLM:
                     raise Refused(400, f"mode {query['mode']}")
                 self.paused = True
                 return {"status": "paused"}
+            case "/sleep":
+                if query.get("mode", "abort") not in MODES:
+                    raise Refused(400, f"mode {query['mode']}")
+                self.paused = True
+                if int(query.get("level", "1")) and "weights" not in self.sleeping:
+                    self.sleeping = {"weights", "kv_cache"}
+                return {"status": "sleeping", "level": int(query.get("level", "1"))}
+            case "/wake_up":
+                return self._wake(query.get("tags", ""))
             case "/resume":
                 self.paused = False
                 return {"status": "resumed"}
@@ -188,9 +201,22 @@ class FakeVLLM:
             )
             self.members.append(EngineMember(worker, lambda t, w=weights: self._load(t, w)))  # type: ignore[misc]
 
+    def _wake(self, given: str) -> dict[str, Any]:
+        """As vLLM's executor: of tags, one of which is awake, it wakes none, and says so in its log."""
+        tags = [tag for tag in given.split(",") if tag and tag != "scheduling"]
+        if not given:
+            self.sleeping.clear()
+        elif self.sleeping.issuperset(tags):
+            self.sleeping.difference_update(tags)
+        if not self.sleeping:
+            self.paused = False
+        return {"status": "sleeping" if self.sleeping else "awake", "tags": given.split(",")}
+
     def _update(self, version: int, timeout: float) -> None:
         if not self.active:
             raise Refused(500, "start_weight_update must be called before update_weights.")
+        if "weights" in self.sleeping:
+            raise Refused(500, "a real engine core would end here: its weights are asleep")
         with ThreadPoolExecutor(self.world_size) as pool:
             done = [pool.submit(member.receive, version, timeout) for member in self.members]
         for each in done:

@@ -69,11 +69,15 @@ class Source:
         self._weights = torch.zeros(3)
         self.trainer.register({"w": self._weights})
 
+    def write(self, version: int) -> None:
+        """Sets the tensor to the version."""
+        self._weights.fill_(float(version))
+
     def publish(self, version: int, replicas: int = 1) -> RoundResult:
         """Publishes a version once so many replicas are ready."""
         self.trainer.wait_ready(replicas, timeout=20.0)
         assert self.trainer.may_write()
-        self._weights.fill_(float(version))
+        self.write(version)
         return self.trainer.publish(version, timeout=30.0)
 
 

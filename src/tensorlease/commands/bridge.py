@@ -82,6 +82,11 @@ def bridge() -> None:
     show_default=True,
     help="Whether workers record what the model's loader does, and copy from the second update on.",
 )
+@click.option(
+    "--sleep",
+    is_flag=True,
+    help="Servers sleep during an update (level 1), but for their weights: room for it on their GPUs.",
+)
 @click.option("--endpoint", default="", metavar="ADDRESS", help="The broker's address.")
 @click.option("--job", default="", help="The job whose broker is meant.")
 def vllm(
@@ -94,6 +99,7 @@ def vllm(
     pause: str,
     timeout_s: float,
     recorded: bool,
+    sleep: bool,
     endpoint: str,
     job: str,
 ) -> None:
@@ -112,6 +118,8 @@ def vllm(
     labels = devices if len(devices) == len(servers) else devices * len(servers)
     if mode != "ipc" and packed:
         raise click.UsageError("--packed belongs to --mode ipc")
+    if mode == "ipc" and sleep:
+        raise click.UsageError("--sleep belongs to --mode plugin")
 
     def make() -> list[VLLMBridge]:
         place = find(endpoint, job).url
@@ -142,6 +150,7 @@ def vllm(
             update_s=timeout_s,
             pause=pause,
             recorded=recorded,
+            sleep=sleep,
         )
 
     def work(bridges: list[VLLMBridge]) -> None:

@@ -20,7 +20,8 @@ from tensorlease.agents import RoundInfo, WorkerAgent
 from tensorlease.protocol.errors import ClosedError, NoBrokerError, TensorleaseError
 
 from .member import UpdateError
-from .vllm_server import ServerError, VLLMServer
+from .vllm_hold import Hold
+from .vllm_server import ControlledServer, ServerError
 
 LOOK_S: Final = 1.0
 """Between two looks whether the server is there."""
@@ -28,6 +29,8 @@ SILENT_S: Final = 30.0
 """A server that takes connections and answers none for so long counts as gone."""
 CONTROL_S: Final = 60.0
 """How long the server may take for what moves no weights."""
+SLEEP_S: Final = 180.0
+"""How long a step of sleeping and waking may take: all weights go to the host, and come back."""
 MARGIN_S: Final = 10.0
 """By so much longer than its workers wait, the answer to an update is waited for."""
 END_S: Final = 5.0
@@ -48,11 +51,12 @@ class VLLMBridge:
         update_s: How long an update may take, in seconds.
         pause: What becomes of requests meanwhile: "keep", "wait" or "abort"; see vLLM's `/pause`.
         recorded: Whether its workers record what the model's loader does, and copy from then on.
+        sleep: Whether it sleeps during an update, with its weights awake; see `Hold`.
     """
 
     def __init__(
         self,
-        server: VLLMServer,
+        server: ControlledServer,
         channel: str,
         replica: str,
         *,
@@ -61,14 +65,17 @@ class VLLMBridge:
         update_s: float = 300.0,
         pause: str = "keep",
         recorded: bool = True,
+        sleep: bool = False,
     ) -> None:
         self.server: Final = server
         self.replica: Final = replica
+        self.away = ""
+        """Why the server is not led, while it does not answer, or refuses."""
         self._channel = channel
         self._endpoint = endpoint
         self._device = device
         self._update_s = update_s
-        self._pause = pause
+        self.hold: Final = Hold(server, pause, sleep, lambda: SLEEP_S if sleep else CONTROL_S)
         self._recorded = recorded
         # What becomes of the call of `/update_weights`, until the round is decided.
         self._update: Future[None] | None = None
@@ -79,6 +86,12 @@ class VLLMBridge:
         self._lock = threading.Lock()
         # The agent, while the server is there.
         self._worker: WorkerAgent | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether it has joined the channel for the server."""
+        worker = self._worker
+        return worker is not None and not worker.closed
 
     def run(self) -> None:
         """Serves rounds, whenever the server is there, until `stop`.
@@ -95,6 +108,7 @@ class VLLMBridge:
                     self._serve()
                     joined = True
                 except ServerError as error:  # It has gone again, or is none.
+                    self.away = str(error)
                     log.error("%s", error)
                     self._ending.wait(LOOK_S)
                 except NoBrokerError as error:
@@ -121,6 +135,7 @@ class VLLMBridge:
         while not self._ending.is_set():
             if self.server.is_healthy():
                 return True
+            self.away = f"{self.server.url} does not answer"
             if not said:
                 log.info("waits for %s", self.server.url)
                 said = True
@@ -156,6 +171,7 @@ class VLLMBridge:
             join()
             with self._lock:
                 self._worker = worker
+                self.away = ""
                 if self._ending.is_set():
                     return
             log.info("%s has joined %s as %s", self.server.url, self._channel, self.replica)
@@ -195,7 +211,7 @@ class VLLMBridge:
         """Pauses the server and begins an update; undone if the round has failed meanwhile."""
         half = self._half
         try:
-            self.server.post("/pause", None, CONTROL_S, mode=self._pause)
+            self.hold.begin()
             self._require_round()
             self._start()
             try:
@@ -208,7 +224,7 @@ class VLLMBridge:
         except TensorleaseError:
             if not self._half:
                 with contextlib.suppress(ServerError):  # The next round tries again.
-                    self.server.post("/resume", None, CONTROL_S)
+                    self.hold.undo()
             raise
 
     def _require_round(self) -> None:
@@ -255,16 +271,18 @@ class VLLMBridge:
         # What it has worked out for the beginnings of prompts is of the old weights.
         server.post("/reset_prefix_cache", None, CONTROL_S)
         self._half = False
-        server.post("/resume", None, CONTROL_S)
+        self.hold.end()
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
         self._settle()
         if self._half:
             log.error(
-                "%s has half of version %d (%s): it answers no request until a round commits",
+                "%s has half of version %d (%s), and is %s: it answers no request until a round"
+                " commits",
                 self.server.url,
                 info.version,
                 reason,
+                self.hold.state.value,
             )
 
     def _settle(self) -> None:

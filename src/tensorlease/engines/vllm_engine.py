@@ -29,6 +29,7 @@ from tensorlease.agents import WorkerAgent
 from tensorlease.agents.recorded import RecordedLoad
 
 from .ancestors import call_at_end, server_pid
+from .labels import label_of
 from .member import EngineMember, Tensors, UpdateError
 
 
@@ -160,10 +161,3 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 def _layer_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
-
-
-def label_of(device: torch.device) -> str:
-    """Returns what trainers on the same device call it: its UUID, or `cpu:0`."""
-    if device.type != "cuda":
-        return "cpu:0"
-    return str(torch.cuda.get_device_properties(device).uuid).lower()

@@ -76,6 +76,7 @@ class VLLMIpcBridge(VLLMBridge):
             update_s=update_s,
             pause=pause,
         )
+        self._stock: Final = server
         self._devices: Final = list(devices)
         self._packed: Final = packed
         self._packed_bytes: Final = packed_bytes
@@ -97,7 +98,7 @@ class VLLMIpcBridge(VLLMBridge):
                 " name that of each worker, in their order, by --device UUID"
             )
         self._init()
-        self._readers = readers_of(self.server.port) if self.server.host in LOCAL else []
+        self._readers = readers_of(self._stock.port) if self._stock.host in LOCAL else []
         if not self._readers:
             log.info(
                 "%s: the processes that read for it cannot be seen from here: if it is cut off in"

@@ -7,7 +7,7 @@ import http.client
 import json
 import socket
 import threading
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlencode, urlsplit
 
 from tensorlease.protocol.errors import ConfigError, TensorleaseError
@@ -28,6 +28,32 @@ class ServerError(TensorleaseError):
         super().__init__(text)
         self.refused = refused
         self.absent = absent
+
+
+class ControlledServer(Protocol):
+    """What a leader asks of a server; `VLLMServer` says what each does."""
+
+    @property
+    def url(self) -> str:
+        """Its address, or what it is called."""
+        ...
+
+    def is_healthy(self, timeout: float = ...) -> bool:
+        """Whether it answers."""
+        ...
+
+    def world_size(self, timeout: float = ...) -> int:
+        """Returns how many workers it has."""
+        ...
+
+    def is_paused(self, timeout: float = ...) -> bool:
+        """Whether it holds its requests."""
+        ...
+
+    def post(
+        self, path: str, body: dict[str, Any] | None, timeout: float, **query: str | list[str]
+    ) -> Any:
+        """Has it do what the endpoint does; raises `ServerError` where it does not."""
 
 
 class VLLMServer:
@@ -68,19 +94,23 @@ class VLLMServer:
         """Whether it holds its requests."""
         return bool(self._get("/is_paused", "is_paused", timeout))
 
-    def post(self, path: str, body: dict[str, Any] | None, timeout: float, **query: str) -> Any:
+    def post(
+        self, path: str, body: dict[str, Any] | None, timeout: float, **query: str | list[str]
+    ) -> Any:
         """Returns the answer's JSON.
 
         Args:
             path: The endpoint.
             body: JSON that it is given, if any.
             timeout: Limit in seconds.
-            query: Its parameters.
+            query: Its parameters; of several values in a list.
 
         Raises:
             ServerError: It cannot be reached, does not answer in time, or refuses.
         """
-        return self._ask("POST", f"{path}?{urlencode(query)}" if query else path, body, timeout)
+        return self._ask(
+            "POST", f"{path}?{urlencode(query, doseq=True)}" if query else path, body, timeout
+        )
 
     def get(self, path: str, timeout: float) -> Any:
         """Returns the answer's JSON; raises `ServerError` as `post` does."""
