@@ -92,7 +92,7 @@ def test_wait_ready_says_early_which_replica_finds_no_source_for_what(
     start_worker("engine0", {"other.name": torch.zeros(3)})
     eventually(lambda: "engine0" in trainer.replicas)
     with pytest.raises(DeadlineError):
-        trainer.wait_ready(timeout=0.5)
+        trainer.wait_ready(timeout=1.5)
     (line,) = lines()
     assert line.startswith(
         f"trainer {trainer.instance} of channel 'policy' still waits: no replica of"

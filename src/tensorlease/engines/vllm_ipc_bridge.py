@@ -175,7 +175,7 @@ class VLLMIpcBridge(VLLMBridge):
         # What it has worked out for the beginnings of prompts is of the old weights.
         server.post("/reset_prefix_cache", None, base.CONTROL_S)
         self._half = False
-        server.post("/resume", None, base.CONTROL_S)
+        self.hold.end()
 
     # ------------------------------------------------------------ batches
 
