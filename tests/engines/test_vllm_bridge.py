@@ -96,6 +96,11 @@ def at(server: FakeVLLM, version: int) -> bool:
     return settled and values == [wanted] * server.world_size
 
 
+def is_fate(fate: Fate, wanted: Fate) -> bool:
+    """Whether it is the wanted one; a leader that leaves may be heard to before it has gone."""
+    return fate is wanted or (wanted is Fate.LOST and fate is Fate.EXPELLED)
+
+
 def leader_knows(server: FakeVLLM) -> bool:
     """Whether who leads it has heard that there is no round any more."""
     worker = server.leader._worker

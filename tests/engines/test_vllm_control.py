@@ -16,7 +16,7 @@ from tensorlease.protocol.records import Fate
 
 from ..broker.raw_agents import Threaded, eventually
 from .fake_vllm import FakeVLLM
-from .test_vllm_bridge import UPDATE, Source, at
+from .test_vllm_bridge import UPDATE, Source, at, is_fate
 
 
 @pytest.fixture
@@ -101,9 +101,9 @@ def test_a_server_that_does_not_answer_is_not_waited_for_and_named_if_there_is_n
     assert source.trainer.last_version == 1
     for server in servers:
         server.start()
-    eventually(lambda: len(source.trainer.replicas) == 2)
     source.write(3)
-    assert source.trainer.publish(3, timeout=30.0, control=control).ok
+    # Who has just come again is not known to answer yet: the round itself waits for both.
+    assert source.trainer.publish(3, timeout=30.0, control=control, min_replicas=2).ok
     assert all(at(server, 3) for server in servers)
 
 
@@ -121,7 +121,7 @@ def test_a_server_that_fails_is_named_and_the_next_published_version_repairs_it(
     result = source.trainer.publish(2, timeout=30.0, control=control)
     of_good, of_bad = (f"{name}/0" for name in names(servers))
     assert result.receivers[of_good].fate is Fate.COMMITTED
-    assert result.receivers[of_bad].fate is fate, result
+    assert is_fate(result.receivers[of_bad].fate, fate), result
     assert bad.paused
     source.trainer.wait_writable(20.0)
     source.write(3)
