@@ -548,6 +548,8 @@ def test_a_bridge_that_was_killed_in_an_update_is_started_again_and_repairs_the_
         result = handle.finished.wait(20.0)
         assert [each.fate for each in result.receivers.values()] == [Fate.LOST]
         assert server.paused
+        handle.released.wait(20.0)
+        eventually(lambda: not source.trainer.replicas)
         bridge = subprocess.Popen([*program, *words])
         stall.go.set()
         assert source.publish(2).ok
