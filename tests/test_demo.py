@@ -129,7 +129,7 @@ def test_one_changed_byte_in_one_half_of_the_pair_fails_the_demo(
     monkeypatch.setenv("TENSORLEASE_TEST_CORRUPT", "pair/1")
     command = [*COMMAND, "--json", "--versions", "2"]
     done = subprocess.run(command, capture_output=True, timeout=90, check=False)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 1 and done.stdout, done.stderr
     report = msgspec.json.decode(done.stdout, type=DemoReport)
     assert not report.ok and "version 1 is not the same everywhere" in report.text
     digests = report.versions[0].digests
