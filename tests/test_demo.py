@@ -231,6 +231,34 @@ def test_where_a_process_hangs_that_tells_nothing_is_said(tmp_path: Path) -> Non
     )
 
 
+def test_a_process_that_ends_while_it_is_looked_at_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ending:
+        """Lives when it is looked at first, and has ended when it is looked at again."""
+
+        pid = 1
+        looks = 0
+
+        @property
+        def exitcode(self) -> int | None:
+            self.looks += 1
+            return None if self.looks == 1 else 0
+
+    monkeypatch.setattr("tensorlease.demo.processes.LIMIT_S", -9.0)
+    ended, says = os.pipe()
+    os.close(says)
+    never, writes = os.pipe()
+    process = Ending()
+    process.sentinel = ended  # type: ignore[attr-defined]
+    child = Child("worker", process, None)  # type: ignore[arg-type]
+    processes = Processes.__new__(Processes)
+    processes._interrupted, processes._broker_fd, processes.children = False, never, [child]
+    assert list(processes.reports()) == []
+    for descriptor in (ended, never, writes):
+        os.close(descriptor)
+
+
 def test_living_processes_and_their_segments_count_as_left_behind(
     places: tuple[Path, Path],
 ) -> None:

@@ -135,11 +135,16 @@ class Processes:
         Raises:
             DemoError: One has failed, by name; or none told anything for too long.
         """
-        while running := [c for c in self.children if c.process.exitcode is None or c.reports]:
+        while True:
+            # Asked once: one that ends in between would be waited for in neither way.
+            alive = [c for c in self.children if c.process.exitcode is None]
+            running = [c for c in self.children if c in alive or c.reports]
+            if not running:
+                return
             if self._interrupted:
                 raise KeyboardInterrupt
             waited = [c.reports for c in running if c.reports is not None]
-            ends = [c.process.sentinel for c in running if c.process.exitcode is None]
+            ends = [c.process.sentinel for c in alive]
             ready = connection.wait([*waited, *ends, self._broker_fd], LIMIT_S + 10)
             if not ready:
                 names = ", ".join(f"{child.name}{self._hangs_in(child)}" for child in running)
