@@ -291,6 +291,8 @@ class Performer:
                 self._give()
                 following, self._following = self._following, None
         finally:
+            # An interrupt may have cut it off: what is at work then is left over, and done anew.
+            self._following = None
             self._intake.await_ahead()
 
     def _copy(self, work: CopyWork) -> None:
