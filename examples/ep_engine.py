@@ -230,7 +230,8 @@ def serve(
     """A process: a worker that takes versions in the channel that it is told to join.
 
     It is told ("join", channel), ("fail", phase), ("stay",) to wait in the next round for what
-    never comes, ("report",) and ("leave",).
+    never comes, ("report",) and ("leave",). It says when it has heard: the round that follows may
+    come at once.
     """
     here = torch.device(device)
     if here.type == "cuda":
@@ -273,8 +274,10 @@ def serve(
                     break
                 if word == "fail":
                     engine.fail_in = Phase(more[0])
+                    told.say("heard")
                 elif word == "stay":
                     stay.set()
+                    told.say("heard")
                 elif word == "report":
                     told.say(report(worker, engine, here))
         told.say("left")

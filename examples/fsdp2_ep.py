@@ -196,6 +196,7 @@ class Example:
         """One in which the first worker fails in a phase, and one that repairs it."""
         self._version += 1
         self._workers[0].tell("fail", phase.value)
+        expect(self._workers[0], "heard")
         self._ranks.ask("train", self._options.steps)()
         told = self._ranks.ask("round", self._version)()
         reports = self._reports()
@@ -218,6 +219,7 @@ class Example:
         last = self._options.ranks - 1
         victim = self._workers[last]
         victim.tell("stay")
+        expect(victim, "heard")
         self._ranks.ask("train", self._options.steps)()
         telling = self._ranks.ask("round", self._version)
         expect(victim, "in the round")
