@@ -64,6 +64,9 @@ class FakeVLLM:
     def _begin_anew(self) -> None:
         self.label = "default"
         self.paused = False
+        # Requests under way, which keep what was worked out for them.
+        self.running = False
+        self.keeps_prompts = False
         self.active = False
         # What sleeps: "weights", "kv_cache".
         self.sleeping: set[str] = set()
@@ -188,7 +191,9 @@ class FakeVLLM:
                 self.label = body.get("weight_version") or self.label
                 return {"message": "Weight update finished"}
             case "/reset_prefix_cache":
-                return None
+                if query.get("reset_running_requests") == "true":
+                    self.running = False
+                return {"success": not (self.running or self.keeps_prompts)}
             case _:
                 raise Refused(404, "Not Found")
 

@@ -120,6 +120,32 @@ def test_a_server_is_paused_updated_and_goes_on_with_the_rounds_version(
         assert at(server, version)
 
 
+def test_requests_under_way_do_not_keep_what_was_worked_out_with_old_weights(
+    source: Source, led: Led
+) -> None:
+    server = led("a")
+    server.running = True
+    server.calls.clear()
+    assert source.publish(1).ok
+    assert server.calls.count("/reset_prefix_cache") == 2
+    assert not server.running
+    assert at(server, 1)
+
+
+def test_a_server_that_keeps_what_was_worked_out_with_old_weights_is_held(
+    source: Source, led: Led
+) -> None:
+    server = led("a")
+    server.keeps_prompts = True
+    result = source.publish(1)
+    assert not result.ok
+    assert "/reset_prefix_cache answered {'success': False}" in result.reason
+    assert server.paused
+    server.keeps_prompts = False
+    assert source.publish(2).ok
+    assert at(server, 2)
+
+
 def test_a_server_may_come_after_the_bridge_and_come_again(source: Source, led: Led) -> None:
     server = led("a", there=False)
     server.start()

@@ -81,6 +81,8 @@ class VLLMBridge:
         self._update: Future[None] | None = None
         # The server has half of a version, or may have: it must not answer requests.
         self._half = False
+        # When it was told to hold requests, and to begin the update at hand.
+        self._held_at = self._begun_at = 0.0
         self._ending = threading.Event()
         # Guards the next.
         self._lock = threading.Lock()
@@ -210,6 +212,7 @@ class VLLMBridge:
     def _begin(self) -> None:
         """Pauses the server and begins an update; undone if the round has failed meanwhile."""
         half = self._half
+        self._held_at = time.monotonic()
         try:
             self.hold.begin()
             self._require_round()
@@ -235,6 +238,7 @@ class VLLMBridge:
     def _start(self) -> None:
         """Begins an update; one that failed may still be open, and has to be finished before."""
         half, self._half = self._half, True
+        self._begun_at = time.monotonic()
         try:
             self.server.post("/start_weight_update", None, CONTROL_S)
         except ServerError as error:
@@ -268,10 +272,35 @@ class VLLMBridge:
         assert update is not None
         update.result(self._update_s + MARGIN_S)
         server.post("/finish_weight_update", {"weight_version": str(info.version)}, CONTROL_S)
-        # What it has worked out for the beginnings of prompts is of the old weights.
-        server.post("/reset_prefix_cache", None, CONTROL_S)
+        self._go_on(info.version, time.monotonic())
+
+    def _go_on(self, version: int, finished_at: float) -> None:
+        """Has the server answer requests again, now that its weights are those of the version."""
+        self._forget_prompts()
         self._half = False
         self.hold.end()
+        log.info(
+            "%s has version %d: %.1f ms from start to finish, held for %.1f ms",
+            self.server.url,
+            version,
+            (finished_at - self._begun_at) * 1e3,
+            (time.monotonic() - self._held_at) * 1e3,
+        )
+
+    def _forget_prompts(self) -> None:
+        """Drops what the server has worked out for the beginnings of prompts, with old weights."""
+        path = "/reset_prefix_cache"
+        answer = self.server.post(path, None, CONTROL_S)
+        if _succeeded(answer):
+            return
+        # Requests that were under way hold parts of it: they are worked out anew, too.
+        answer = self.server.post(path, None, CONTROL_S, reset_running_requests="true")
+        if not _succeeded(answer):
+            raise ServerError(
+                f"{self.server.url}{path} answered {answer!r:.80}: prompts would be answered from"
+                " what was worked out with the weights before",
+                refused=True,
+            )
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
         self._settle()
@@ -297,3 +326,8 @@ class VLLMBridge:
             except ServerError:
                 pass  # The round says why.
             return
+
+
+def _succeeded(answer: object) -> bool:
+    """Whether an answer says so; older versions answer nothing."""
+    return not isinstance(answer, dict) or answer.get("success") is not False

@@ -85,6 +85,8 @@ class VLLMIpcBridge(VLLMBridge):
         # The processes that read for the server, as far as they can be seen: that it is cut off is
         # no sign that they do not.
         self._readers: list[Process] = []
+        # When the last update was finished.
+        self._finished_at = 0.0
         # Where the last packed call's runs began.
         self._last: list[Spot] = []
 
@@ -170,12 +172,10 @@ class VLLMIpcBridge(VLLMBridge):
         if self._packed:
             server.post("/finish_weight_update", {"weight_version": version}, base.CONTROL_S)
             self._last = []
+            self._finished_at = time.monotonic()
         else:
             server.post("/update_weight_version", {"new_version": version}, base.CONTROL_S)
-        # What it has worked out for the beginnings of prompts is of the old weights.
-        server.post("/reset_prefix_cache", None, base.CONTROL_S)
-        self._half = False
-        self.hold.end()
+        self._go_on(info.version, self._finished_at)
 
     # ------------------------------------------------------------ batches
 
@@ -188,6 +188,7 @@ class VLLMIpcBridge(VLLMBridge):
         if not self._packed:
             self._update_weights([unpacked(buffers) for buffers in each])
             self._ask("/finish_weight_update", None)
+            self._finished_at = time.monotonic()
             return
         found = [runs(buffers, self._packed_bytes) for buffers in each]
         if not all(found):
