@@ -152,10 +152,11 @@ class Connection:
         """Begins to connect; does nothing if it has begun.
 
         Raises:
-            ConfigError: This process may not open as many files as an agent needs.
+            ConfigError: It may not open as many files as an agent needs; `poll_loop.busy_poll`.
         """
         with self.mutex:
             if self.stage is Stage.NEW:
+                poll_loop.busy_poll()
                 check_descriptors(poll_loop.current_loop() is None)
                 self.stage = Stage.LOOKING
                 self._loop = poll_loop.serve(self)

@@ -120,6 +120,12 @@ class _Ready(Struct):
     """What GPUs copy."""
     copied: Copied
 
+    @property
+    def by_gpus_alone(self) -> bool:
+        """Whether GPUs copy all of it, each as runs of bytes."""
+        at_home = self.boxes or len(self.runs)
+        return bool(self.lanes) and not at_home and not any(lane.boxes for lane in self.lanes)
+
 
 class Begun:
     """Copies that GPUs have begun."""
@@ -214,10 +220,11 @@ class CopyPlan:
             What waits for its end; None: nothing was begun. See `copy` for the arguments.
         """
         taken, memories = self._taken(source, numbers, mapped)
+        kept = self._kept.get((source, taken))
+        if kept is None or not kept.by_gpus_alone:
+            return None  # Before a look at all tensors: `copy` takes it.
         ready = self._known(source, taken, memories)
-        if ready is None or ready.boxes or len(ready.runs) or not ready.lanes:
-            return None
-        if any(lane.boxes for lane in ready.lanes):
+        if ready is None:
             return None
         return Begun([lane.runs.begin() for lane in ready.lanes], ready)
 

@@ -18,15 +18,20 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 import zmq
 
+from ..protocol.busy_poll import CPU_LIMIT, BusyPoll, lasts_s
+from ..protocol.errors import ConfigError
 from .interrupts import HeldBack
 
 log = logging.getLogger("tensorlease.agents")
 
 THREAD_NAME = "tensorlease"
+BUSY_POLL: Final = "TENSORLEASE_BUSY_POLL"
+"""The variable that says whether who waits sleeps; the broker reads it, too."""
 MAX_WAIT_S = 3600.0
 TICK_S = 20e-3
 """So long after a thread has left the seat the one in the background takes it: who waits again
@@ -59,6 +64,9 @@ class PollLoop:
     """Waits on all sockets at once, in one thread at a time."""
 
     def __init__(self) -> None:
+        # For so long after something came or went a thread of the application does not sleep.
+        self._busy_s = lasts_s(busy_poll(), len(os.sched_getaffinity(0)), _cpu_limit())
+        self._stirred_at = 0.0
         self.context = zmq.Context(io_threads=1)
         self.poller = zmq.Poller()
         self.served: list[Served] = []
@@ -99,6 +107,7 @@ class PollLoop:
             if self._seat.acquire(blocking=False):
                 try:
                     served.flush()
+                    self._stirred_at = time.monotonic()
                 finally:
                     self._leave()
                 return
@@ -220,11 +229,22 @@ class PollLoop:
 
     def _poll(self, seconds: float) -> Ready:
         wait_s = min(MAX_WAIT_S, max(0.0, seconds))
-        ready = dict(self.poller.poll(math.ceil(wait_s * 1000)))
+        found = self._poll_busily(wait_s) if self._busy_s and self._driver is not None else []
+        ready = dict(found or self.poller.poll(math.ceil(wait_s * 1000)))
+        if ready:
+            self._stirred_at = time.monotonic()
         if self._event in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event)
         return ready
+
+    def _poll_busily(self, wait_s: float) -> list[tuple[object, int]]:
+        """Looks without sleeping, as long as what was stirred last may soon be answered."""
+        until = min(time.monotonic() + wait_s, self._stirred_at + self._busy_s)
+        while time.monotonic() < until:
+            if found := self.poller.poll(0):
+                return list(found)
+        return []
 
     def _crash(self, error: Exception) -> None:
         self._due = None
@@ -260,6 +280,23 @@ class PollLoop:
             os.close(self._event)
             os.close(self._bed)
         self.context.destroy(linger=0)
+
+
+def busy_poll() -> BusyPoll:
+    """Returns what the environment says of busy polling; raises `ConfigError` if that is no word."""
+    word = os.environ.get(BUSY_POLL) or BusyPoll.AUTO.value
+    try:
+        return BusyPoll(word)
+    except ValueError:
+        choices = ", ".join(choice.value for choice in BusyPoll)
+        raise ConfigError(f"${BUSY_POLL} is {word!r}: must be one of {choices}") from None
+
+
+def _cpu_limit() -> str:
+    try:
+        return Path(CPU_LIMIT).read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
 
 
 # The loop of this process; it is replaced when its last connection has ended.

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..protocol import records
+from ..protocol.busy_poll import BusyPoll
 from ..protocol.limits import MAX_BODY_BYTES
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -137,6 +138,7 @@ class BrokerConfig(Section, frozen=True):
     http: Annotated[str, Meta(max_length=256)] = ""
     """Where to serve metrics, health and state, on the loopback: HOST:PORT; empty: nowhere."""
     uvloop: UvloopChoice = UvloopChoice.AUTO
+    busy_poll: BusyPoll = BusyPoll.AUTO
     durations: Durations = msgspec.field(default_factory=Durations)
     limits: Limits = msgspec.field(default_factory=Limits)
     log: Log = msgspec.field(default_factory=Log)

@@ -29,6 +29,7 @@ from .ledger import Ledger
 from .ledger import effects as fx
 from .liveness import ProcessWatch, UnprovenProcessError
 from .locks import LiveLocks
+from .loops import busy_seconds
 from .wire import Wire
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ class Dispatcher:
         # Sessions by route, and the route of each session's instance.
         self._connections: dict[bytes, Connection] = {}
         self._routes: dict[str, bytes] = {}
-        self.wire = Wire(loop, self, self._connections, config.limits)
+        busy_s = busy_seconds(config.busy_poll)
+        self.wire = Wire(loop, self, self._connections, config.limits, busy_s)
         self._throttle = Throttle()
         self._encoder = ListEncoder()
         # Sessions that the wire dropped while effects were carried out.
@@ -202,6 +204,10 @@ class Dispatcher:
         if connection is not None:
             self._drop(connection.instance, why)
             self._end_lost_sessions()
+
+    def expects(self) -> bool:
+        """Whether a round is under way."""
+        return self._ledger.busy()
 
     def _wrong_body(self, message: m.FromAgent, body: bytes) -> str:
         kind = type(message)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import errno
+import time
 from collections import deque
 from collections.abc import Container
 from typing import Protocol
@@ -54,6 +55,10 @@ class WireEvents(Protocol):
     def lost(self, route: bytes, why: str) -> None:
         """Queued messages of this route were dropped: it is unreachable."""
 
+    def expects(self) -> bool:
+        """Whether more messages will come soon, and are waited for."""
+        ...
+
 
 class _Sent(enum.Enum):
     DONE = "done"
@@ -79,6 +84,8 @@ class Wire:
         known: The routes whose peer is known already: asking the kernel needs a frame object, so
             it is made for the others only.
         limits: Sizes of messages and queues.
+        busy_s: For so long after a message, while more are expected, the socket is looked at again
+            and again without sleeping.
     """
 
     def __init__(
@@ -87,11 +94,15 @@ class Wire:
         events: WireEvents,
         known: Container[bytes],
         limits: Limits,
+        busy_s: float = 0.0,
     ) -> None:
         self._loop = loop
         self._events = events
         self._known = known
         self._limits = limits
+        self._busy_s = busy_s
+        # Until when it does not sleep, in monotonic seconds.
+        self._awake_until = 0.0
         self._context = zmq.Context(io_threads=1)
         self._socket = _router(self._context, limits)
         # Inside `drain`: a send need not schedule another look.
@@ -124,10 +135,12 @@ class Wire:
         receive = self._socket.recv
         self._draining = True
         try:
-            for _ in range(budget):
+            for count in range(budget):
                 try:
                     route = receive(_NOW)
                 except zmq.Again:
+                    if self._busy_s:
+                        self._stay_awake(came=count > 0)
                     return True
                 self._read(route)
                 if self._closed:
@@ -136,6 +149,15 @@ class Wire:
             self._draining = False
         self.look_again()
         return False
+
+    def _stay_awake(self, *, came: bool) -> None:
+        """Has the socket be looked at again at once, if more is expected soon."""
+        if came and self._events.expects():
+            self._awake_until = time.monotonic() + self._busy_s
+        if self._awake_until and time.monotonic() < self._awake_until:
+            self.look_again()
+        else:
+            self._awake_until = 0.0
 
     def look_again(self) -> None:
         """Have the socket read soon: its descriptor may have lost the edge."""

@@ -215,6 +215,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.route: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.more = False
 
     def received(
         self, route: bytes, envelope: bytes, body: bytes | None, frame: zmq.Frame | None
@@ -226,6 +227,9 @@ class Heard:
 
     def lost(self, route: bytes, why: str) -> None:
         raise AssertionError(why)
+
+    def expects(self) -> bool:
+        return self.more
 
 
 async def test_a_queue_that_is_full_ends_the_session_instead_of_losing_a_message(
@@ -250,6 +254,39 @@ async def test_a_queue_that_is_full_ends_the_session_instead_of_losing_a_message
             assert sender.unsent == (0, 0)
         finally:
             sender.close(0)
+
+
+@pytest.mark.parametrize(
+    ("more", "busy_s", "sleeps"), [(True, 0.3, False), (False, 0.3, True), (True, 0.0, True)]
+)
+async def test_while_more_is_expected_the_socket_is_looked_at_again_and_again(
+    url: str, monkeypatch: pytest.MonkeyPatch, more: bool, busy_s: float, sleeps: bool
+) -> None:
+    looks: list[float] = []
+    look = wire.Wire._soon
+
+    def noted(self: wire.Wire) -> None:
+        looks.append(time.monotonic())
+        look(self)
+
+    monkeypatch.setattr(wire.Wire, "_soon", noted)
+    loop, heard = asyncio.get_running_loop(), Heard()
+    heard.more = more
+    socket_ = wire.Wire(loop, heard, set(), Limits(max_agents=8), busy_s)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        try:
+            socket_.bind(url)
+            socket_.start()
+            peer.connect(url)
+            peer.send(b"here I am")
+            await asyncio.wait_for(heard.route, 10)
+            came = time.monotonic()
+            await asyncio.sleep(0.6)
+        finally:
+            socket_.close(0)
+    assert (len(looks) < 20) is sleeps
+    assert all(at < came + busy_s + 0.2 for at in looks)
 
 
 # ---------------------------------------------------------------- many

@@ -7,7 +7,9 @@
 The server runs before: `vllm serve DIR` with VLLM_SERVER_DEV_MODE=1 and, for `ipc`,
 VLLM_ALLOW_INSECURE_SERIALIZATION=1; for `plugin` with /tmp/plugin, `src`, zmq and msgspec on its
 PYTHONPATH. DIR is a Qwen3 of any size in bfloat16. Environment: PORT (8000), MODEL (its DIR;
-default $K/qwen3-tiny), SITE (where click is, if nowhere else; goes to the end of the path), OUT.
+default $K/qwen3-tiny), SLOT_MIB (40: no less than the largest tensor), SITE (where click is, if
+nowhere else; goes to the end of the path), OUT, and LARGE=1: parameters are compared once for each
+way, in the end, and the example is left out.
 
 Every step is tried, whatever became of the one before; the exit code says whether all went well.
 """
@@ -21,6 +23,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import statistics
 import subprocess
 import sys
@@ -50,7 +53,8 @@ from tensorlease.engines.vllm_server import ServerError, VLLMServer
 URL = f"http://127.0.0.1:{os.environ.get('PORT', '8000')}"
 MODEL = Path(os.environ.get("MODEL") or f"{os.environ.get('K', '/tmp/vkit')}/qwen3-tiny")
 OUT = Path(os.environ.get("OUT", "/tmp/out"))
-SLOT_BYTES = 40 * 2**20
+SLOT_BYTES = int(os.environ.get("SLOT_MIB", "40")) * 2**20
+LARGE = os.environ.get("LARGE") == "1"
 REPEATS = 5
 PROMPTS = [[1, 87, 107, 104, 35], [1, 300, 301, 302, 303, 304, 305]]
 
@@ -176,11 +180,27 @@ class Trial:
         self.expected = {name: digests(weights) for name, weights in self.sets.items()}
         self.texts: dict[str, object] = {}
         self.nbytes = sum(t.nbytes for t in self.sets["A"].values())
+        # What the bridge says.
+        self.said = ""
         about = self.server.get("/version", 30.0)
         print(
             f"vLLM {about}, torch {torch.__version__}, {torch.cuda.get_device_name(0)} {self.gpu}"
         )
         print(f"{len(self.sets['A'])} tensors, {self.nbytes / 2**20:.1f} MiB", flush=True)
+
+    def copies(self) -> list[float]:
+        """Returns how many seconds one copy of as many bytes takes, several times."""
+        source, target = (
+            torch.empty(self.nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)
+        )
+        found = []
+        for _ in range(2 * REPEATS):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            target.copy_(source)
+            torch.cuda.synchronize()
+            found.append(time.perf_counter() - began)
+        return found
 
     def generate(self) -> object:
         model = self.server.get("/v1/models", 30.0)["data"][0]["id"]
@@ -252,7 +272,8 @@ class Trial:
     def led(self, *words: str) -> Iterator[str]:
         """Starts a broker and `tensorlease bridge vllm`; gives the broker's address."""
         private_broker = import_module("processes").private_broker
-        with private_broker() as endpoint, tempfile.TemporaryFile("w+") as said:
+        with private_broker() as endpoint, tempfile.NamedTemporaryFile("w+") as said:
+            self.said = said.name
             program = [sys.executable, "-P", "-m", "tensorlease.cli", "bridge", "vllm"]
             process = subprocess.Popen(
                 [*program, f"--url={URL}", "--channel=policy", f"--endpoint={endpoint}", *words],
@@ -282,7 +303,8 @@ class Trial:
             result.raise_for_status()  # A server that is held would not answer.
             label = self.server.get("/weight_info", 30.0)["weight_version"]
             self.report.check(f"{what}: its name", label == str(result.version), label)
-            self.has(name, what)
+            if not LARGE:
+                self.has(name, what)
         walls, copies = [], []
         for name in "AB" * REPEATS:
             torch.cuda.synchronize()
@@ -292,6 +314,8 @@ class Trial:
             copies.append(max(r.copy_s for r in result.receivers.values()))
             result.raise_for_status()
         self.report.row(what, walls, f"of it copying {statistics.median(copies) * 1e3:.1f}")
+        spans = re.findall(r": ([\d.]+) ms from start to finish", Path(self.said).read_text())
+        self.report.row("  of it start to finish", [float(s) / 1e3 for s in spans[-len(walls) :]])
         self.has("B", f"{what}, in the end")
 
     def registered(self, what: str, *words: str) -> None:
@@ -310,7 +334,7 @@ class Trial:
                 return trainer.publish(version, timeout=120.0, stage_s=60.0)
 
             self.rounds(what, trainer, send)
-            if "--mode=ipc" in words and "--packed" not in words:
+            if "--mode=ipc" in words and "--packed" not in words and not LARGE:
                 with self.report.step(f"{what}: a version that the server cannot load"):
                     self.not_loaded(trainer, send)
             trainer.unregister(timeout=30.0)
@@ -376,7 +400,8 @@ def stock(report: Report, trial: Trial) -> None:
         word = "packed" if packed else "unpacked"
         with report.step(f"vLLM's own IPC, {word}"):
             trial.own_round("A", packed)
-            trial.has("A", f"vLLM's own, {word}")
+            if not LARGE:
+                trial.has("A", f"vLLM's own, {word}")
             report.row(f"vLLM's own, {word}", [trial.own_round(n, packed) for n in "BA" * REPEATS])
     ipc = ("--mode=ipc", f"--device={trial.gpu}")
     buffer = f"--packed-buffer-size-bytes={SLOT_BYTES}"
@@ -388,6 +413,8 @@ def stock(report: Report, trial: Trial) -> None:
         trial.ring("bridge, packed, ring of 1", 1, *ipc, "--packed", buffer)
     with report.step("bridge, packed, registered"):
         trial.registered("bridge, packed, registered", *ipc, "--packed", buffer)
+    if LARGE:
+        return
     with report.step("example, unpacked"):
         trial.example("A")
     with report.step("example, packed"):
@@ -420,6 +447,7 @@ def main() -> int:
         return 0
     report = Report()
     trial = Trial(report)
+    report.row("one copy of all bytes, on the GPU", trial.copies())
     try:
         (plugin if what == "plugin" else stock)(report, trial)
     except ServerError as error:
