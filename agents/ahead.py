@@ -38,8 +38,11 @@ class Ahead:
         """Has GPUs begin a batch, if all of it is mapped and written; returns whether they have."""
         wanted = set(numbers)
         taken = [number for number in plan.takes.get(source, ()) if number in wanted]
-        events = [mapped[number].event for number in taken if number in mapped]
-        if len(events) < len(taken) or not all(event is None or event.query() for event in events):
+        if not all(number in mapped for number in taken):
+            return False
+        # Thousands of buffers have one event.
+        events = {id(event): event for n in taken if (event := mapped[n].event) is not None}
+        if not all(event.query() for event in events.values()):
             return False
         begun = plan.begin(source, numbers, mapped)
         if begun is not None:

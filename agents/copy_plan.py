@@ -391,7 +391,9 @@ class _Lying:
         self._addresses = list(map(_ADDRESS, tensors))
         self._counts = list(map(_COUNT, tensors))
         self._dtypes = list(map(_DTYPE, tensors))
-        self._stored = list(map(_STORED, map(_STORAGE, tensors)))
+        # A storage of a GPU goes to another address when its size changes.
+        self._storages_of = [tensor for tensor in tensors if tensor.device.type != "cuda"]
+        self._stored = self._look_at_storages()
         # Of what is contiguous these and the count are the shape, too.
         self._strides = list(map(_STRIDES, tensors))
         self._contiguous = [tensor for tensor in tensors if tensor.is_contiguous()]
@@ -406,13 +408,16 @@ class _Lying:
             list(map(_ADDRESS, tensors)) == self._addresses
             and list(map(_COUNT, tensors)) == self._counts
             and list(map(_DTYPE, tensors)) == self._dtypes
-            and list(map(_STORED, map(_STORAGE, tensors))) == self._stored
+            and self._look_at_storages() == self._stored
             and all(map(_CONTIGUOUS, self._contiguous))
             and list(map(_SHAPE, self._others)) == self._shapes
             # No list: thousands of tuples would have the garbage collector look at everything.
             and all(map(eq, map(_STRIDES, tensors), self._strides))
             and self._look_at_watched() == self._strayed
         )
+
+    def _look_at_storages(self) -> list[int]:
+        return list(map(_STORED, map(_STORAGE, self._storages_of)))
 
     def _look_at_watched(self) -> list[tuple[bool, bool]]:
         return [(want.placed.left_behind, _lost_its_base(want)) for want in self._watched]

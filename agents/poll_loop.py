@@ -30,6 +30,8 @@ from .interrupts import HeldBack
 log = logging.getLogger("tensorlease.agents")
 
 THREAD_NAME = "tensorlease"
+IDLE_THREADS: Final = "tensorlease-copy"
+"""How the names of threads begin that copy for who waits, and do nothing meanwhile."""
 BUSY_POLL: Final = "TENSORLEASE_BUSY_POLL"
 """The variable that says whether who waits sleeps; the broker reads it, too."""
 MAX_WAIT_S = 3600.0
@@ -239,8 +241,13 @@ class PollLoop:
         return ready
 
     def _poll_busily(self, wait_s: float) -> list[tuple[object, int]]:
-        """Looks without sleeping, as long as what was stirred last may soon be answered."""
+        """Looks without sleeping, as long as what was stirred last may soon be answered.
+
+        Not where other threads run Python: they would wait for the interpreter for milliseconds.
+        """
         until = min(time.monotonic() + wait_s, self._stirred_at + self._busy_s)
+        if time.monotonic() < until and _others_run():
+            return []
         while time.monotonic() < until:
             if found := self.poller.poll(0):
                 return list(found)
@@ -290,6 +297,13 @@ def busy_poll() -> BusyPoll:
     except ValueError:
         choices = ", ".join(choice.value for choice in BusyPoll)
         raise ConfigError(f"${BUSY_POLL} is {word!r}: must be one of {choices}") from None
+
+
+def _others_run() -> bool:
+    """Whether there are threads in this process beside this one, and ours that sleep meanwhile."""
+    me = threading.current_thread()
+    others = [each.name for each in threading.enumerate() if each is not me]
+    return any(name != THREAD_NAME and not name.startswith(IDLE_THREADS) for name in others)
 
 
 def _cpu_limit() -> str:

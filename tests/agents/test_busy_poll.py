@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,12 +50,31 @@ def limits_of(loop: PollLoop) -> list[int]:
 def test_after_something_came_who_waits_does_not_sleep_for_a_moment(
     loop: PollLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([10.0, 10.0, 10.0005, 10.0011])
+    clock = iter([10.0, 10.0, 10.0, 10.0005, 10.0011])
     monkeypatch.setattr("tensorlease.agents.poll_loop.time.monotonic", lambda: next(clock))
     loop._driver = threading.get_ident()
     loop._stirred_at = 10.0
     loop._poll(5.0)
     assert limits_of(loop) == [0, 0, 5000]
+
+
+@pytest.mark.parametrize(
+    ("name", "sleeps"), [("another", True), ("tensorlease", False), ("tensorlease-copy_0", False)]
+)
+def test_beside_other_threads_of_the_application_who_waits_sleeps(
+    loop: PollLoop, name: str, sleeps: bool
+) -> None:
+    end = threading.Event()
+    other = threading.Thread(target=end.wait, args=(30.0,), name=name)
+    other.start()
+    try:
+        loop._driver = threading.get_ident()
+        loop._stirred_at = time.monotonic() + 0.05
+        loop._poll(0.01)
+    finally:
+        end.set()
+        other.join()
+    assert (limits_of(loop) == [10]) is sleeps
 
 
 def test_who_waits_for_long_sleeps(loop: PollLoop) -> None:
@@ -70,7 +90,7 @@ def test_the_thread_in_the_background_sleeps(loop: PollLoop) -> None:
 
 
 def test_a_short_wait_is_not_made_longer(loop: PollLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 10.0, 10.0002])
+    clock = iter([10.0, 10.0, 10.0, 10.0002])
     monkeypatch.setattr("tensorlease.agents.poll_loop.time.monotonic", lambda: next(clock))
     loop._driver = threading.get_ident()
     loop._stirred_at = 10.0
