@@ -177,6 +177,30 @@ def test_tensors_of_the_cpu_larger_than_a_slot_go_beside_those_of_the_device(
         process.say("end" if version == 3 else "go on")
 
 
+def test_tensors_around_the_size_of_a_slot_arrive_whole_in_any_order_and_mix_of_dtypes(
+    trainer: TrainerAgent, start_worker: Start, device: str
+) -> None:
+    """C67: also those that are not contiguous, and larger than all slots together."""
+    sizes = (SLOT - 16, SLOT, SLOT + 16, 5 * SLOT, 2 * SLOT - 16, 48)
+    dtypes = (torch.bfloat16, torch.int8, torch.float64)
+    sent: dict[str, Tensor] = {}
+    for place, nbytes in enumerate(sizes * 2):
+        raw = torch.arange(nbytes, device=device) * (31 + place) % 251
+        flat = raw.to(torch.uint8).view(dtypes[place % 3])
+        sent[f"w{place}"] = flat if place < len(sizes) else flat.view(2, -1).t()
+    held = {
+        name: torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        for name, tensor in sent.items()
+    }
+    start_worker("r", held)
+    trainer.wait_ready(1, 20.0)
+    for version, order in enumerate((sent, dict(reversed(sent.items()))), 1):
+        for tensor in held.values():
+            tensor.zero_()
+        assert trainer.publish_stream(version, order, timeout=20.0).ok
+        assert digests(held) == digests(sent)
+
+
 def receiver(url: str, device: str) -> None:
     """In a child: tries to hand on what it gets views of."""
     ring = ring_on(device)

@@ -21,21 +21,24 @@ STEPS = 200
 WEIGHTS = 2**19
 MIB_16 = 2**22
 """Weights of which a copy takes so long that steps meet it."""
+MIB_256 = 2**26
+"""The same on a GPU."""
 LIMIT_S = 60.0
+BY_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def train(url: str, shm_dir: str, steps: int, count: int, fenced: bool) -> list[str]:
+def train(url: str, shm_dir: str, steps: int, count: int, fenced: bool, device: str) -> list[str]:
     """In a child: trains, and publishes after each step; returns the outcomes."""
     import torch
 
     os.environ["TENSORLEASE_SHM_DIR"] = shm_dir
     torch.set_num_threads(1)
-    model = torch.nn.Linear(count, 1)
+    model = torch.nn.Linear(count, 1, device=device)
     with torch.no_grad():
         for weights in model.parameters():
             weights.zero_()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    ones = torch.ones(count)
+    ones = torch.ones(count, device=device)
 
     def backward() -> None:
         optimizer.zero_grad()
@@ -63,14 +66,14 @@ def train(url: str, shm_dir: str, steps: int, count: int, fenced: bool) -> list[
 
 
 def serve(
-    url: str, shm_dir: str, replica: str, steps: int, count: int
+    url: str, shm_dir: str, replica: str, steps: int, count: int, device: str
 ) -> list[tuple[int, float, float]]:
     """In a child: pulls every version; returns each with its least and greatest weight."""
     import torch
 
     os.environ["TENSORLEASE_SHM_DIR"] = shm_dir
     torch.set_num_threads(1)
-    model = torch.nn.Linear(count, 1)
+    model = torch.nn.Linear(count, 1, device=device)
     seen: list[tuple[int, float, float]] = []
     with WorkerAgent("policy", endpoint=url, replica=replica) as worker:
 
@@ -86,27 +89,33 @@ def serve(
 
 
 def run(
-    world: World, steps: int, count: int, *, fenced: bool
+    world: World, steps: int, count: int, *, fenced: bool, device: str
 ) -> tuple[list[str], list[list[tuple[int, float, float]]]]:
     world.broker()
     workers: list[Spawned] = [
-        world.spawn(serve, world.url, world.shm_dir, replica, steps, count)
+        world.spawn(serve, world.url, world.shm_dir, replica, steps, count, device)
         for replica in ("a", "b")
     ]
-    trainer = world.spawn(train, world.url, world.shm_dir, steps, count, fenced)
+    trainer = world.spawn(train, world.url, world.shm_dir, steps, count, fenced, device)
     return trainer.result(LIMIT_S), [worker.result(LIMIT_S) for worker in workers]
 
 
-def test_in_200_steps_under_the_fence_no_worker_reads_a_torn_version(world: World) -> None:
-    outcomes, seen = run(world, STEPS, WEIGHTS, fenced=True)
+@BY_DEVICE
+def test_in_200_steps_under_the_fence_no_worker_reads_a_torn_version(
+    world: World, device: str
+) -> None:
+    count = WEIGHTS if device == "cpu" else MIB_256
+    outcomes, seen = run(world, STEPS, count, fenced=True, device=device)
 
     assert outcomes == ["committed"] * STEPS
     assert seen == [[(step, step, step) for step in range(1, STEPS + 1)]] * 2
     assert world.segments() == []
 
 
-def test_without_the_fence_the_same_training_shows_torn_reads(world: World) -> None:
-    _, seen = run(world, 30, MIB_16, fenced=False)
+@BY_DEVICE
+def test_without_the_fence_the_same_training_shows_torn_reads(world: World, device: str) -> None:
+    count = MIB_16 if device == "cpu" else MIB_256
+    _, seen = run(world, 30, count, fenced=False, device=device)
 
     torn = [(version, low, high) for worker in seen for version, low, high in worker if low != high]
     assert torn, "steps wrote while workers read, and nobody noticed"
