@@ -32,6 +32,8 @@ GRACE_S: Final = 0.25
 NamedViews = list[tuple[str, torch.Tensor]]
 StageCallback = Callable[[RoundInfo, NamedViews], object]
 """on_stage: the round, and the names and views of one batch."""
+Lacks = Callable[[bool], Iterable[str]]
+"""What whoever the callback gives to lacks so far; True: the round carries only some tensors."""
 S = TypeVar("S", bound=StageCallback)
 
 
@@ -44,6 +46,7 @@ class CallbackSink:
         strict: Whether one of `names` that does not come puts the worker out of the round.
         together: Groups of names that are given in one call or not at all.
         without: Names that it does not want.
+        lacks: What it lacks beside names, asked after each batch.
 
     Raises:
         ConfigError: What cannot be called; a group with a name that is not wanted.
@@ -56,6 +59,7 @@ class CallbackSink:
         strict: bool = True,
         together: Groups = (),
         without: frozenset[str] = frozenset(),
+        lacks: Lacks = lambda _: (),
     ) -> None:
         require_callable("on_stage", callback, "round", "tensors")
         if isinstance(names, str):
@@ -63,6 +67,7 @@ class CallbackSink:
         self.callback: Final = callback
         self.strict: Final = strict
         self._without: Final = without
+        self.lacks: Final = lacks
         self.names: Final = None if names is None else frozenset(names)
         for name in sorted(self.names or (), key=str):
             check_tensor_name(name, AttachError)
@@ -228,6 +233,7 @@ class Staged:
     ) -> None:
         self._sink = sink
         self._attached = attached
+        self._subset = subset
         named = sink.names if sink.strict and sink.names is not None else frozenset[str]()
         self._wanted = frozenset[str]() if subset else (planned | named) - attached
         # Names that were given, or wait for their group; with what they are.
@@ -308,7 +314,7 @@ class Staged:
         texts += [f"{name}: not sent in this round" for name in sorted(absent)]
         for group in {self._sink.groups[name] for name in self._waiting}:
             texts += incomplete(group, self._whole.keys() | self._attached, "not sent")
-        return texts
+        return [*texts, *self._sink.lacks(self._subset)]
 
 
 class Watch(Protocol):

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from ..protocol.tables import Buffer
-from .callback_sink import CallbackSink, StageCallback
+from .callback_sink import CallbackSink, Lacks, StageCallback
 from .copy_plan import CopyPlan
 from .errors import MappingError, MismatchError
 from .recorded import RecordedLoad, Recording
@@ -22,6 +22,8 @@ class Choice(NamedTuple):
     """What is copied."""
     sink: CallbackSink
     """What gets the rest."""
+    names: frozenset[str] = frozenset()
+    """What a round of all tensors must bring."""
 
 
 class Planned(Struct):
@@ -32,6 +34,8 @@ class Planned(Struct):
     called: dict[str, str] = {}
     takes: dict[str, set[int]] = {}
     chosen: Choice | None = None
+    lacking: frozenset[str] = frozenset()
+    """What a round of all tensors must bring beside what is offered."""
 
     def require_lent(self, copies: CopyPlan) -> None:
         """Raises `MappingError` if buffers are to be copied that this worker has not asked for."""
@@ -47,13 +51,22 @@ class Loading:
         load: It.
         callback: What gets the tensors that the loader is to load.
         begins: Whether `choose` begins each load; else whoever leads the engine has, before.
+        lacks: What the engine lacks so far.
     """
 
-    def __init__(self, load: RecordedLoad, callback: StageCallback, *, begins: bool) -> None:
+    def __init__(
+        self,
+        load: RecordedLoad,
+        callback: StageCallback,
+        *,
+        begins: bool,
+        lacks: Lacks = lambda _: (),
+    ) -> None:
         self._load = load
         self._callback = callback
         self._begins = begins
-        self.whole: Final = Choice(None, CallbackSink(callback))
+        self._lacks = lacks
+        self.whole: Final = Choice(None, CallbackSink(callback, lacks=lacks))
         """Everything goes to the loader."""
         self._known: tuple[Recording, Choice] | None = None
         self._checked: tuple[Recording, Planned] | None = None
@@ -96,8 +109,9 @@ class Loading:
 
     def _choice(self, recording: Recording) -> Choice:
         if self._known is None or self._known[0] is not recording:
-            rest = CallbackSink(self._callback, without=recording.ignored)
-            self._known = recording, Choice(recording.boxes, rest)
+            rest = CallbackSink(self._callback, without=recording.ignored, lacks=self._lacks)
+            names = recording.sources.keys() - recording.ignored
+            self._known = recording, Choice(recording.boxes, rest, frozenset(names))
         return self._known[1]
 
     def check(self, buffers: Iterable[Buffer], *, sent: bool = False) -> None:

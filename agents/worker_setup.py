@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from ..protocol.errors import ConfigError
 from .agent import Agent
-from .callback_sink import CallbackSink, S
+from .callback_sink import CallbackSink, Lacks, S
 from .hooks import A, R, require_callable
 from .intake import Intake
 from .loading import Loading
@@ -122,6 +122,7 @@ class WorkerSetup(Agent[WorkerCore]):
         strict: bool = True,
         together: Groups = (),
         recorded: RecordedLoad | None = None,
+        lacks: Lacks | None = None,
     ) -> S:
         """Has `callback(round, tensors)` called for each batch, and joins the channel.
 
@@ -149,6 +150,9 @@ class WorkerSetup(Agent[WorkerCore]):
                 group of which only a part comes puts the worker out of the round.
             recorded: For an engine that begins and ends its loads itself: what the callback loads
                 by. Names that the load at hand repeats are copied, and not given.
+            lacks: Returns a text for each thing that the engine lacks so far of the round, or of
+                what a round of some tensors (True) has begun. Asked after each batch; who lacks
+                something when all has come is out of the round.
 
         Raises:
             ConfigError: There is a callback already, `recorded` and names or groups are given, or the worker has begun to work.
@@ -161,9 +165,10 @@ class WorkerSetup(Agent[WorkerCore]):
         if recorded is not None:
             if names is not None or together:
                 raise ConfigError("on_stage with recorded= takes all names, and no groups")
-            self._load_by(Loading(recorded, callback, begins=False))
+            loading = Loading(recorded, callback, begins=False, lacks=lacks or (lambda _: ()))
+            self._load_by(loading)
             return callback
-        sink = CallbackSink(callback, names, strict, together)
+        sink = CallbackSink(callback, names, strict, together, lacks=lacks or (lambda _: ()))
         self._join(lambda: self._intake.give_to(sink), lambda: self._intake.give_to(None))
         return callback
 

@@ -178,6 +178,45 @@ def test_a_ring_is_copied_from_too_and_a_name_that_is_new_in_it_goes_to_the_load
     assert "norm" in {name for names in model.loads[1:] for name in names}
 
 
+@pytest.mark.parametrize("absent", ["q", "scalar", "inv_freq"])
+def test_once_the_load_is_known_a_round_without_what_it_loads_is_no_version(
+    ring_trainer: TrainerAgent, worker: WorkerAgent, model: EngineModel, absent: str
+) -> None:
+    """Copied, loaded each time, and ignored."""
+    worker.attach_loader(model.load_weights, model.parameters)
+    with serving(worker):
+        ring_trainer.wait_ready(1, timeout=20.0)
+        assert ring_trainer.publish_stream(1, checkpoint(1), timeout=20.0).ok
+        some = {name: tensor for name, tensor in checkpoint(2).items() if name != absent}
+        result = ring_trainer.publish_stream(2, some, timeout=20.0)
+        if absent in IGNORED:
+            assert result.ok
+            return
+        assert not result.ok
+        assert f"not covered: {absent}: not sent in this round" in result.reason
+        assert ring_trainer.publish_stream(3, checkpoint(3), timeout=20.0).ok
+        require_equal(model.state(), expected(3))
+
+
+def test_once_the_load_is_known_a_registration_without_what_it_loads_is_no_version(
+    url: str, broker: Threaded, worker: WorkerAgent, model: EngineModel
+) -> None:
+    worker.attach_loader(model.load_weights, model.parameters)
+    weights = checkpoint(1)
+    q = {"q": weights.pop("q")}
+    with TrainerAgent("policy", endpoint=url) as trainer, serving(worker):
+        trainer.register(weights)
+        extra = trainer.register(q)
+        trainer.wait_ready(1, timeout=20.0)
+        assert trainer.publish(1, timeout=20.0).ok
+        trainer.unregister(extra, timeout=20.0)
+        result = trainer.publish(2, timeout=20.0)
+        assert not result.ok
+        assert "q: not sent in this round" in result.reason
+        trainer.register(q)
+        assert trainer.publish(3, timeout=20.0).ok
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_every_round_equals_a_fresh_load(
     url: str, broker: Threaded, worker: WorkerAgent

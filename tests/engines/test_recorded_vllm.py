@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,27 @@ def test_the_backend_loads_layers_once_and_then_copies_unless_that_is_turned_off
         assert found["fallback"] == {}
     else:
         assert found["given"] == [tensors] * 3
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("how", ["recorded", "loaded"])
+def test_a_version_that_lacks_a_tensor_or_has_one_of_another_shape_is_refused_and_the_next_is_whole(
+    broker: Threaded, url: str, kind: str, how: str
+) -> None:
+    program = HERE / "layerwise_program.py"
+    said = run(program, str(BENCHMARKS), url, kind, how, "faults", endpoint=url)
+    reasons = json.loads(said.splitlines()[-1])["said"]
+    by_layers = [
+        r"model\.layers\.1\.self_attn\.qkv_proj: \d+ of \d+ elements were sent",
+        r"model\.norm: 0 of 128 elements were sent",
+        r"lm_head\.weight \(bfloat16 of \(500, 128\)\): AssertionError",
+    ]
+    by_names = [
+        r"model\.layers\.1\.self_attn\.q_proj\.weight: not sent in this round",
+        r"model\.norm\.weight: not sent in this round",
+        r"lm_head\.weight' is bfloat16 of \(500, 128\) now",
+    ]
+    wanted = by_layers + (by_names if how == "recorded" else by_layers)
+    assert len(reasons) == len(wanted)
+    for reason, text in zip(reasons, wanted, strict=True):
+        assert re.search(text, reason), reason

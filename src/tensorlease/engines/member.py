@@ -11,8 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
@@ -23,6 +24,7 @@ from tensorlease.protocol.errors import ConfigError, TensorleaseError
 if TYPE_CHECKING:
     import torch
 
+    from tensorlease.agents.callback_sink import Lacks
     from tensorlease.agents.recorded import RecordedLoad
 
 Tensors = list[tuple[str, "torch.Tensor"]]
@@ -41,6 +43,41 @@ log = logging.getLogger("tensorlease.engines")
 
 class UpdateError(TensorleaseError):
     """An engine did not get a version; says which, and why."""
+
+
+class Given:
+    """What a loader is given; says which tensor it was at when it failed."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = iter(tensors)
+        # What each is called, by where its storage lies; and the last one.
+        self._called: dict[int, str] = {}
+        self._last = "nothing"
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            self._last = f"{name} ({kind} of {tuple(tensor.shape)})"
+            self._called[tensor.untyped_storage().data_ptr()] = self._last
+            yield name, tensor
+
+    def error(self, error: Exception) -> UpdateError:
+        """Returns what to raise for what the loader has raised."""
+        said = f"{type(error).__name__}: {error}".rstrip(": ")
+        at = self._found(error.__traceback__) or f"a tensor before or at {self._last}"
+        return UpdateError(f"the engine's load_weights failed at {at}: {said}")
+
+    def _found(self, traceback: TracebackType | None) -> str:
+        """Returns which of them was at hand where it failed: loaders reorder what they get."""
+        found = ""
+        while traceback is not None:
+            for value in traceback.tb_frame.f_locals.values():
+                # A tensor; without an import of torch. One of the meta device lies nowhere.
+                if not getattr(value, "is_meta", True):
+                    place: int = value.untyped_storage().data_ptr()
+                    found = self._called.get(place, found)
+            traceback = traceback.tb_next
+        return found
 
 
 class _Begun(Struct):
@@ -67,6 +104,8 @@ class EngineMember:
         load: Takes tensors into the engine; called by `receive`, in its thread.
         recorded: What `load` loads by, if that is recorded; whoever has it begins each load before
             `receive`.
+        lacks: Texts of what the engine lacks so far of a version, or of a subset of it (True); a
+            version that lacks something is not taken.
     """
 
     def __init__(
@@ -74,6 +113,7 @@ class EngineMember:
         worker: WorkerAgent,
         load: Callable[[Tensors], object],
         recorded: RecordedLoad | None = None,
+        lacks: Lacks | None = None,
     ) -> None:
         self._worker = worker
         self._load = load
@@ -87,7 +127,7 @@ class EngineMember:
         worker.on_prepare(self._prepare)
         worker.on_commit(self._commit)
         worker.on_abort(self._abort)
-        worker.on_stage(self._stage, recorded=recorded)
+        worker.on_stage(self._stage, recorded=recorded, lacks=lacks)
         self._thread = threading.Thread(target=self._serve, name="tensorlease-engine", daemon=True)
         self._thread.start()
 

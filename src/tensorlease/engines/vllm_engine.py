@@ -9,6 +9,7 @@ round begins; the handles come from the broker, without a pickle.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,10 @@ from vllm.model_executor.model_loader.reload import (
 from tensorlease.agents import WorkerAgent
 from tensorlease.agents.recorded import RecordedLoad
 
+from . import vllm_layers
 from .ancestors import call_at_end, server_pid
 from .labels import label_of
-from .member import EngineMember, Tensors, UpdateError
+from .member import EngineMember, Given, Tensors, UpdateError
 
 
 @dataclass
@@ -75,8 +77,8 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._recorded: RecordedLoad | None = None
         # That of the recorded load: there may be a draft model, too.
         self._main = model
-        # All that this update brings is copied: no layer is loaded.
-        self._copied = False
+        # All that this update brings is copied: no layer is loaded; and all of it is loaded by layers.
+        self._copied = self._all_by_layers = False
         # Workers outlive a server that is killed; they must not keep its seat from a new one.
         call_at_end(server_pid(), self.shutdown)
 
@@ -102,7 +104,7 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.recorded:
             self._recorded = RecordedLoad(self._give, self._parameters, layer_of=_layer_of)
         try:
-            self._member = EngineMember(worker, self._load, self._recorded)
+            self._member = EngineMember(worker, self._load, self._recorded, self._lacking)
         except BaseException:
             worker.close(0.0)
             raise
@@ -116,6 +118,8 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             else:
                 self._recorded.skip()
         self._copied = recording is not None and not recording.fallback
+        self._all_by_layers = recording is None
+        vllm_layers.give_up(self.model)  # An update that failed would be loaded with this one.
         if not self._copied:
             initialize_layerwise_reload(self.model)
 
@@ -129,12 +133,16 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """All layers are there: what has to be worked out from the weights is."""
         if self._copied:
             return
-        if self._recorded is None:
-            finalize_layerwise_reload(self.model, self.model_config)
-            return
-        with self._recorded.watching():
-            finalize_layerwise_reload(self.model, self.model_config)
-        self._recorded.finish()
+        recorded = self._recorded
+        try:
+            with nullcontext() if recorded is None else recorded.watching():
+                finalize_layerwise_reload(self.model, self.model_config)
+        except BaseException:
+            # Else vLLM would end this update never, and begin no other.
+            vllm_layers.give_up(self.model)
+            raise
+        if recorded is not None:
+            recorded.finish()
 
     def shutdown(self) -> None:
         """Leaves the channel. Idempotent."""
@@ -150,9 +158,18 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             self._recorded.load(cloned)
 
+    def _lacking(self, subset: bool) -> list[str]:
+        if self._copied:
+            return []
+        return vllm_layers.lacking(self.model, whole=self._all_by_layers and not subset)
+
     def _give(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         model: Any = self.model
-        model.load_weights(tensors)
+        given = Given(tensors)
+        try:
+            model.load_weights(given)
+        except Exception as error:
+            raise given.error(error) from error
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._main.named_parameters()

@@ -10,16 +10,17 @@ comes over HTTP is text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from tensorlease.agents import WorkerAgent
 from tensorlease.protocol.errors import ConfigError
 
+from . import vllm_layers
 from .ancestors import call_at_end, server_pid
 from .labels import label_of
-from .member import EngineMember, Tensors, UpdateError
+from .member import EngineMember, Given, Tensors, UpdateError
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,9 @@ class WorkerExtension:
             device=label_of(self.device),
         )
         try:
-            self._tensorlease_member = EngineMember(worker, self._tensorlease_load)
+            self._tensorlease_member = EngineMember(
+                worker, self._tensorlease_load, lacks=self._tensorlease_lacking
+            )
         except BaseException:
             worker.close(0.0)
             raise
@@ -99,8 +102,13 @@ class WorkerExtension:
         with self._tensorlease_config():
             begin, end = self._tensorlease_reload()
             begin()
-            self._tensorlease_member.receive(number, limit)
-            end()
+            try:
+                self._tensorlease_member.receive(number, limit)
+                end()
+            except BaseException:
+                with suppress(ImportError):
+                    vllm_layers.give_up(self.model_runner.model)
+                raise
         return number
 
     def tensorlease_close(self) -> None:
@@ -113,9 +121,17 @@ class WorkerExtension:
 
     def _tensorlease_load(self, tensors: Tensors) -> None:
         # A loader may keep what it is given until a layer is complete.
-        given: Iterable[tuple[str, torch.Tensor]]
-        given = [(name, tensor.clone()) for name, tensor in tensors]
-        self.model_runner.model.load_weights(given)
+        given = Given((name, tensor.clone()) for name, tensor in tensors)
+        try:
+            self.model_runner.model.load_weights(given)
+        except Exception as error:
+            raise given.error(error) from error
+
+    def _tensorlease_lacking(self, subset: bool) -> list[str]:
+        try:
+            return vllm_layers.lacking(self.model_runner.model, whole=not subset)
+        except ImportError:
+            return []  # Before layers could be loaded anew, vLLM did not count.
 
     def _tensorlease_config(self) -> AbstractContextManager[object]:
         """Returns what makes the engine's settings those that vLLM's layers see."""
