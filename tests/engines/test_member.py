@@ -71,6 +71,62 @@ def test_the_thread_that_receives_loads_what_the_round_brings(
     assert engine.threads == {threading.get_ident()}
 
 
+def test_what_is_copied_begins_when_the_update_has_begun_and_waits_for_its_version_to_end(
+    trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
+) -> None:
+    for version in (1, 2):
+        result = pool.submit(publishing(trainer, version))
+        engine.member.begin(copied=True)
+        eventually(lambda: engine.member._round is not None)
+        engine.member.receive(version, 20.0)
+        assert result.result(20.0).ok
+        assert engine.member.worker.version == version
+
+
+def test_what_has_begun_and_is_another_version_than_the_engine_is_told_is_without_it(
+    trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
+) -> None:
+    result = pool.submit(publishing(trainer))
+    engine.member.begin(copied=True)
+    eventually(lambda: engine.member._round is not None)
+    with pytest.raises(UpdateError, match="to take version 7, and this is the round of 1"):
+        engine.member.receive(7, 20.0)
+    assert "the engine has given the update up" in result.result(20.0).reason
+    assert not engine.loaded
+
+
+def test_a_round_that_failed_before_its_version_was_received_is_not_seen_by_the_next(
+    ring_trainer: TrainerAgent, url: str, pool: ThreadPoolExecutor
+) -> None:
+    engine = Engine(WorkerAgent("policy", replica="engine", endpoint=url))
+    try:
+        ring_trainer.wait_ready()
+        engine.member.begin(copied=True)
+        with left(ring_trainer, 1):
+            eventually(lambda: engine.member._round is not None)
+        engine.member.begin(copied=True)
+        result = pool.submit(
+            lambda: ring_trainer.publish_stream(2, [("w", torch.ones(3))], timeout=20.0)
+        )
+        eventually(lambda: engine.member._makes == 2)
+        engine.member.receive(2, 20.0)
+        assert result.result(20.0).ok
+    finally:
+        engine.member.close()
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("how", ["ended", "loaded"])
+def test_an_update_that_has_ended_or_is_loaded_by_the_engine_lets_no_round_begin(
+    trainer: TrainerAgent, engine: Engine, how: str
+) -> None:
+    engine.member.begin(copied=how == "ended")
+    if how == "ended":
+        engine.member.end()
+    result = trainer.publish(1, timeout=20.0)
+    assert "the engine was not told in 0.3 s to take version 1" in result.reason
+
+
 @pytest.mark.usefixtures("soon")
 def test_a_round_that_the_engine_was_not_told_of_is_without_it_and_says_so(
     trainer: TrainerAgent, engine: Engine

@@ -117,12 +117,15 @@ class EngineMember:
     ) -> None:
         self._worker = worker
         self._load = load
-        # Guards the next three.
+        # Guards the next four.
         self._changed = threading.Condition()
+        # A round may be taken in before `receive` is called.
+        self._open = False
         # The version that `receive` waits for; 0: it does not.
         self._version = 0
-        # The round that brings it: (group, call).
+        # The round that brings it, (group, call), and the version that it makes.
         self._round: tuple[str, int] | None = None
+        self._makes = 0
         self._tasks: queue.SimpleQueue[_Begun | _Load | _End] = queue.SimpleQueue()
         worker.on_prepare(self._prepare)
         worker.on_commit(self._commit)
@@ -135,6 +138,23 @@ class EngineMember:
     def worker(self) -> WorkerAgent:
         """Its agent."""
         return self._worker
+
+    def begin(self, *, copied: bool) -> None:
+        """The engine has begun an update; before `receive`.
+
+        Args:
+            copied: All of it is copied as recorded, by the agent's thread: the round need not wait
+                until the engine's own is told which version it is.
+        """
+        with self._changed:
+            self._forget()
+            self._open = copied
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """The engine has ended the update: no round is taken in until it begins another."""
+        with self._changed:
+            self._forget()
 
     def receive(self, version: int, timeout: float) -> None:
         """Loads what the round of this version brings; returns once it is to commit.
@@ -152,6 +172,12 @@ class EngineMember:
         with self._changed:
             if self._version:
                 raise ConfigError(f"version {self._version} is being received already")
+            if self._round is not None and self._makes != version:
+                made = self._makes
+                self._forget()
+                raise UpdateError(
+                    f"the engine was told to take version {version}, and this is the round of {made}"
+                )
             self._version = version
             self._changed.notify_all()
         begun = False
@@ -176,7 +202,7 @@ class EngineMember:
                     self._do(task)
                 del task  # Else its views would be there while the next is waited for.
         finally:
-            self._leave()
+            self.end()
 
     def close(self) -> None:
         """Ends the agent. Idempotent."""
@@ -198,18 +224,20 @@ class EngineMember:
             task.tensors.clear()
             task.done.set_result(None)
 
-    def _leave(self) -> None:
-        """Nothing is taken any more; who waits to have something loaded is told."""
-        with self._changed:
-            self._version, self._round = 0, None
-            while True:
-                try:
-                    task = self._tasks.get_nowait()
-                except queue.Empty:
-                    return
-                if isinstance(task, _Load):
-                    task.tensors.clear()
-                    task.done.set_exception(UpdateError("the engine has given the update up"))
+    def _forget(self) -> None:
+        """Nothing is taken any more; who waits to have something loaded is told. Under the lock."""
+        self._version, self._round, self._open = 0, None, False
+        self._drop_tasks()
+
+    def _drop_tasks(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(task, _Load):
+                task.tensors.clear()
+                task.done.set_exception(UpdateError("the engine has given the update up"))
 
     def _state(self) -> str:
         worker = self._worker
@@ -226,7 +254,7 @@ class EngineMember:
     def _prepare(self, info: RoundInfo) -> None:
         began = time.monotonic()
         with self._changed:
-            while not self._changed.wait_for(lambda: self._version, LOOK_S):
+            while not self._changed.wait_for(lambda: self._version or self._open, LOOK_S):
                 if not self._worker.goes_on:
                     raise UpdateError("the round failed before the engine was told of it")
                 if time.monotonic() - began > TOLD_S:
@@ -234,12 +262,13 @@ class EngineMember:
                         f"the engine was not told in {TOLD_S:g} s to take version {info.version}:"
                         " is there a bridge, or a control client, that tells it?"
                     )
-            if self._version != info.version:
+            if self._version and self._version != info.version:
                 raise UpdateError(
                     f"the engine was told to take version {self._version}, and this is the round of"
                     f" {info.version}"
                 )
-            self._round = (info.group, info.call)
+            self._drop_tasks()  # Of a round before, for which `receive` was not called.
+            self._round, self._makes = (info.group, info.call), info.version
             self._tasks.put(_Begun())
 
     def _stage(self, info: RoundInfo, tensors: Tensors) -> None:

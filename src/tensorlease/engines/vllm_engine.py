@@ -122,6 +122,8 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         vllm_layers.give_up(self.model)  # An update that failed would be loaded with this one.
         if not self._copied:
             initialize_layerwise_reload(self.model)
+        if self._member is not None:
+            self._member.begin(copied=self._copied)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Loads what the round brings; see `EngineMember.receive`."""
@@ -131,6 +133,8 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """All layers are there: what has to be worked out from the weights is."""
+        if self._member is not None:
+            self._member.end()
         if self._copied:
             return
         recorded = self._recorded
