@@ -62,6 +62,7 @@ class MoeSize(Struct, frozen=True):
 
 SIZES = {
     "tiny": MoeSize(64, 2, 32, 256, 2, 1, 8, "float32", True),
+    "qwen3-30b-a3b-6": MoeSize(2048, 6, 768, 151936, 32, 4, 128, "bfloat16", False),
     "qwen3-30b-a3b": MoeSize(2048, 48, 768, 151936, 32, 4, 128, "bfloat16", False),
 }
 
