@@ -478,7 +478,8 @@ class Connection:
         """Takes the lock that proves that this agent lives, before any Hello."""
         if place.transport is Transport.IPC:
             if self._lock is None:
-                self._lock = LiveLock(place.live_directory, self._core.me.instance)
+                core = self._core
+                self._lock = LiveLock(place.live_directory, core.me.instance, core.live_note)
             self._lock.acquire()
         self.endpoint = place
 

@@ -93,6 +93,11 @@ class Core:
         self.effects: list[Effect] = []
 
     @property
+    def live_note(self) -> bytes:
+        """What its live file says, beside that it lives."""
+        return b""
+
+    @property
     def connected(self) -> bool:
         """Whether the broker has welcomed the present session."""
         return self.session.epoch is not None

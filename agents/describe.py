@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ..protocol.records import Fate, ReceiverId, ReplicaState
+from .holders import keeps
 from .results import RoundHandle
 from .trainer_core import Call
 
@@ -97,10 +98,7 @@ def describe_call(
         ranks = "" if world_size == 1 else f" (each of the {world_size} ranks has to publish it)"
         return f"not admitted yet{ranks}; replicas: {describe_replicas(states)}"
     if handle.stuck:
-        return ", ".join(
-            f"{h.replica}/{h.member} (pid {h.pid}) is silent and keeps its lease"
-            for h in handle.stuck
-        )
+        return ", ".join(map(keeps, handle.stuck))
     left = readers(call, handle, states)
     names = ", ".join(f"{r.replica}/{r.member} (pid {r.processes[0].pid})" for r in left)
     several = len(left) > 1

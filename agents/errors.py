@@ -8,6 +8,7 @@ from typing import Final
 
 from ..protocol.errors import TensorleaseError
 from ..protocol.records import Holder
+from .holders import name_of
 from .ring import RingStatus
 
 
@@ -140,10 +141,12 @@ class RingFullError(MemoryError_):
     """
 
     def __init__(self, version: int, status: RingStatus) -> None:
-        who = ", ".join(f"{h.replica}/{h.member} (pid {h.pid})" for h in status.holders)
+        who = ", ".join(map(name_of, status.holders))
+        living = all(holder.readers is None for holder in status.holders)
+        how = ", silent but living" if living else ""
         super().__init__(
             f"version {version} cannot be sent on: {status.stuck} slots of"
-            f" {mebibytes(status.slot_bytes)} are kept by {who}, silent but living, and the ring"
+            f" {mebibytes(status.slot_bytes)} are kept by {who}{how}, and the ring"
             f" may have {mebibytes(status.limit_bytes)} in all: end these processes, or allow more"
             " by max_quarantine_bytes"
         )
@@ -153,6 +156,10 @@ class RingFullError(MemoryError_):
 
 class MappingError(MemoryError_):
     """A handle that could not be mapped, or a mapping that could not be given back."""
+
+
+class StillReadError(MemoryError_):
+    """What a relay has handed on may be read still by those who got it."""
 
 
 class SegmentGoneError(MappingError):

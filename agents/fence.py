@@ -31,6 +31,7 @@ from .core import Effect
 from .describe import readers
 from .discovery import one_line
 from .guard import Guard, Steps, unguarded
+from .holders import name_of
 from .registry import Registry
 from .results import RoundHandle, RoundResult, StillLeasedError
 from .span import Span
@@ -308,13 +309,15 @@ class Fenced(Agent[TrainerCore]):
 
     def _reads(self, call: Call) -> str:
         handle = self._handles.get(call.call)
-        names = ", ".join(f"{h.replica}/{h.member} (pid {h.pid})" for h in self._holders(call))
+        holders = self._holders(call)
+        names = ", ".join(map(name_of, holders))
         if not names and call.receivers is not None:
             return "is not released yet by the broker"
         if not names:
             return "is not admitted yet, and its receivers may come to read"
         if handle is not None and handle.stuck:
-            return f"is kept by {names}, which is silent"
+            silent = all(holder.readers is None for holder in holders)
+            return f"is kept by {names}{', which is silent' if silent else ''}"
         return f"may still be read by {names}"
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -23,9 +24,15 @@ class LiveLock:
 
     The file gets its name only when it is locked, so that nobody ever sees a living agent's file
     without its lock.
+
+    Args:
+        directory: The broker's live directory.
+        instance: The agent's instance.
+        note: What the file says to a broker that finds it when the agent has ended.
     """
 
-    def __init__(self, directory: str, instance: str) -> None:
+    def __init__(self, directory: str, instance: str, note: bytes = b"") -> None:
+        self._note = note
         self.path = f"{directory}/{instance}"
         self._unlocked_path = f"{directory}/.{instance}"
         # Locked files, the newest last; older ones are those whose name someone removed.
@@ -94,6 +101,8 @@ class LiveLock:
             if os.stat(os.path.dirname(self.path)).st_mode & stat.S_ISGID:
                 os.fchmod(descriptor, 0o640)  # The broker, of the same group, has to open it.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.write(descriptor, self._note) < len(self._note):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.rename(self._unlocked_path, self.path)
         except BaseException:
             os.close(descriptor)

@@ -14,12 +14,21 @@ from ..protocol.errors import InternalError
 from ..protocol.records import Code, Proof
 from .callback_sink import Handover, clear_frames
 from .connection import Connection
-from .errors import MappingError, VerifyError, ViewsKeptError
+from .errors import MappingError, StillReadError, VerifyError, ViewsKeptError
 from .hooks import Calls, Hooks, RoundInfo, bounded, describe, raised_by
 from .intake import Copied, Intake
 from .kept_out import KeptOut
 from .verifying import Reading
-from .work import AbortWork, CommitWork, CopyWork, PlanWork, PrepareWork, UnmapWork, Work
+from .work import (
+    AbortWork,
+    CommitWork,
+    CopyWork,
+    PlanWork,
+    PrepareWork,
+    UnmapWork,
+    UnreadWork,
+    Work,
+)
 from .worker_core import WorkerCore
 
 log = logging.getLogger("tensorlease.agents")
@@ -31,6 +40,7 @@ _NAMES: Final[dict[type[Work], str]] = {
     AbortWork: "its on_abort",
     PlanWork: "its plan for what is offered",
     UnmapWork: "its unmapping",
+    UnreadWork: "its look at what was read for those before it",
 }
 """What the log calls each kind of work."""
 _HOOKS: Final[dict[type[Work], str]] = {
@@ -50,6 +60,8 @@ class Performer:
 
     def __init__(self, core: WorkerCore, connection: Connection, intake: Intake) -> None:
         self.hooks = Hooks()
+        # Of a relay: what it does to find out, and reports itself.
+        self.find_out: Callable[[UnreadWork], object] | None = None
         self._core = core
         self._connection = connection
         self._intake = intake
@@ -70,6 +82,8 @@ class Performer:
         # The batch at hand, which a callback may get; and what one has kept of an earlier batch.
         self._copied: Copied | None = None
         self._kept: Handover | None = None
+        # Of a relay: others may read, and nobody here will hear that they are done.
+        self.still_read = False
         # The names that were last reported as unwanted; and what it lacks, under the lock.
         self._told_unwanted: tuple[str, ...] = ()
         self._kept_out = KeptOut()
@@ -272,6 +286,8 @@ class Performer:
                 self._plan()
             case UnmapWork():
                 self._unmap(work)
+            case UnreadWork() if self.find_out is not None:
+                self.find_out(work)
             case _:
                 raise InternalError(f"{type(work).__name__} is work that no worker can do")
 
@@ -380,9 +396,14 @@ class Performer:
                 self._intake.await_ahead()
             if text:
                 self._kept = handover if kept else None
+                self.still_read = isinstance(error, StillReadError)
                 untouched = not (self._intake.touched or given)
                 self._core.copied(
-                    False, _code_of(error), bounded(text), kept=bool(kept), untouched=untouched
+                    False,
+                    _code_of(error),
+                    bounded(text),
+                    kept=bool(kept) or self.still_read,
+                    untouched=untouched,
                 )
             else:
                 untouched = copied is not None and copied.nbytes == 0 and not given
@@ -416,7 +437,12 @@ class Performer:
 
     def holds(self) -> bool:
         """Whether views that a callback has kept still look into a trainer's memory."""
-        return self._kept is not None and bool(self._kept.kept())
+        return self.still_read or (self._kept is not None and bool(self._kept.kept()))
+
+    @property
+    def why_held(self) -> str:
+        """Says what keeps it from a goodbye."""
+        return "others may read for it" if self.still_read else "views are kept that on_stage got"
 
     def must_hold(self) -> bool:
         """As `holds`, also of a batch that was cut off; nothing is given any more. Under the lock."""
@@ -430,7 +456,7 @@ class Performer:
         Returns:
             Whether it is gone now, and was not before.
         """
-        if self._kept is None or self._kept.kept():
+        if self.still_read or self._kept is None or self._kept.kept():
             return False
         self._kept = None
         log.info("%s: the views that on_stage had kept are gone", self._who)

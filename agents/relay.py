@@ -14,18 +14,25 @@ from msgspec.structs import replace
 
 from ..protocol.errors import TensorleaseError
 from ..protocol.handles import CudaIpcHandle
-from ..protocol.records import OfferRef, Taken, TakeNote, Tally
+from ..protocol.records import OfferRef, Orphan, Process, Taken, TakeNote, Tally
 from ..protocol.tables import Buffer, TensorEntry, decode_batch, decode_offer
 from .account import MAX_MISSING
+from .core import Identity
 from .errors import MappingError
 from .hooks import bounded
 from .intake import Copied, Intake, Offer
+from .relay_core import RelayCore
 from .sink import AttachedTensors
-from .work import CopyWork
+from .work import CopyWork, UnreadWork
 from .worker import WorkerAgent
+from .worker_core import WorkerCore
 
 HandOn = Callable[[list[Buffer]], object]
-"""Called with what a batch brings; returns when nobody reads it any more, also if it raises."""
+"""Called with what a batch brings; returns when nobody reads it any more, also if it raises.
+
+Only `StillReadError` says that somebody may: then the worker keeps what it has, and says no goodbye.
+"""
+FindOut = Callable[[list[Orphan], Callable[[], bool]], bool]
 
 _UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -180,11 +187,18 @@ class RelayIntake(Intake):
 class RelayWorker(WorkerAgent):
     """A worker whose batches are read by other processes.
 
+    If its process is killed, what these may be reading stays leased: until they have ended, or
+    until the next relay of its replica has found out that they are done.
+
     Args:
         channel: The stream of versions.
         hand_on: Gets the buffers of each batch, with whole tensors of one GPU, and has them read.
         once: If everything of a round has to come in one batch of registered tensors: why, and
             what else there is.
+        readers: The processes that read; none: they cannot be named.
+        find_out: Called with those relays before it for which something may be read still, and
+            with what says whether that still matters, by one member of a replica; returns
+            whether nothing is read for them any more.
         replica, member, size, endpoint, device: See `WorkerAgent`.
     """
 
@@ -199,15 +213,39 @@ class RelayWorker(WorkerAgent):
         endpoint: str | None = None,
         device: str = "cpu:0",
         once: str = "",
+        readers: Sequence[Process] = (),
+        find_out: FindOut | None = None,
     ) -> None:
         self._relay_by = (hand_on, once)
+        self._readers = readers
+        self._find_out = find_out
         super().__init__(
             channel, replica=replica, member=member, size=size, endpoint=endpoint, device=device
         )
+        self._performer.find_out = self._perform
+
+    def _make_core(
+        self, me: Identity, replica: str, member: int, size: int, version: int
+    ) -> WorkerCore:
+        asks = self._find_out is not None
+        self._relay_core = RelayCore(me, replica, member, size, readers=self._readers, asks=asks)
+        return self._relay_core
 
     def _make_intake(self, device: str) -> Intake:
         self._relay = RelayIntake(device, *self._relay_by)
         return self._relay
+
+    def _perform(self, work: UnreadWork) -> None:
+        """Finds out whether anything is read still for relays that have ended, and says so."""
+        core = self._relay_core
+        unread = False
+        if self._find_out is not None:
+            unread = self._find_out(
+                work.orphans, lambda: not self.closed and core.wants(work.orphans)
+            )
+        with self._connection.acting():
+            core.found_out(unread)
+            self._connection.notify()
 
     @property
     def partial(self) -> str:

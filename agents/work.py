@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ..protocol import messages as m
-from ..protocol.records import Code, Receivers, Terms
+from ..protocol.records import Code, Orphan, Receivers, Terms
 
 RoundKey = tuple[str, int]
 """(group, call)."""
@@ -49,6 +49,12 @@ class AbortWork(Work, frozen=True):
 
 class PlanWork(Work, frozen=True):
     """Map and plan all offers that are known; then `planned`."""
+
+
+class UnreadWork(Work, frozen=True):
+    """Of a relay: see whether anything reads any more for those before it; then `found_out`."""
+
+    orphans: list[Orphan]
 
 
 class UnmapWork(Work, frozen=True):

@@ -15,7 +15,7 @@ from ..protocol.errors import ConfigError, DeadlineError, TensorleaseError
 from ..protocol.limits import MAX_VERSION
 from .agent import CONNECT_TIMEOUT_S
 from .arguments import check_name, check_number, check_place, deadline_of, identity, new_instance
-from .core import Effect
+from .core import Effect, Identity
 from .intake import Intake
 from .performer import Performer, in_a_round
 from .work import Work
@@ -75,7 +75,7 @@ class WorkerAgent(WorkerSetup):
         instance = new_instance()
         name = f"w-{instance[:8]}" if replica is None else check_name("replica", replica)
         me = identity(channel, instance, device)
-        core = WorkerCore(me, name, member, size, version=version)
+        core = self._make_core(me, name, member, size, version)
         self._intake = self._make_intake(me.device)
         # Held by the thread (or coroutine) that does the work.
         self._serving = threading.Lock()
@@ -94,6 +94,12 @@ class WorkerAgent(WorkerSetup):
 
         super().__init__(core, endpoint, connect_timeout, abandoned)
         self._performer = performer = Performer(core, self._connection, intake)
+
+    def _make_core(
+        self, me: Identity, replica: str, member: int, size: int, version: int
+    ) -> WorkerCore:
+        """Returns its state machine."""
+        return WorkerCore(me, replica, member, size, version=version)
 
     def _make_intake(self, device: str) -> Intake:
         """Returns what takes in what trainers send."""
@@ -351,7 +357,8 @@ class WorkerAgent(WorkerSetup):
             work = self._performer.left_over() or core.next_work()
             if work is not None:
                 found.append(work)
-            return work is not None or (core.running is None and core.state.round is None)
+            waits = core.state.round is not None and not self._performer.still_read
+            return work is not None or (core.running is None and not waits)
 
         try:
             while True:
@@ -396,7 +403,7 @@ class WorkerAgent(WorkerSetup):
                     self._parted = True
                     held = self._performer.must_hold()
                 if held:
-                    log.error("%r is closed while views are kept that on_stage got", self)
+                    log.error("%r is closed while %s", self, self._performer.why_held)
                     self._finalizer.detach()
                     _holding.add(self)
                 else:

@@ -11,6 +11,7 @@ from ..protocol.records import (
     BatchRef,
     Code,
     CommitNote,
+    Orphan,
     Phase,
     Proof,
     Receivers,
@@ -132,6 +133,8 @@ class WorkerState(Struct):
     mappings: dict[str, set[int]] = field(default_factory=dict)
     # Batches and hooks done so far: the progress that beats carry.
     progress: int = 0
+    # Of a relay: those before it that have ended, and for which something may read still.
+    orphans: list[Orphan] = field(default_factory=list)
 
     def note_left(self, rnd: CurrentRound, text: str) -> None:
         """A round that the worker took part in does not make it current."""

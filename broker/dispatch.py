@@ -22,7 +22,7 @@ from ..protocol.codec import ListEncoder, decode_from_agent, encode
 from ..protocol.errors import ProtocolError
 from ..protocol.records import Code, QueryKind
 from . import queries, stories
-from .absentees import Absentees
+from .absentees import Absentees, ReaderWatch
 from .config import BrokerConfig
 from .credentials import UNKNOWN_ID, AccessPolicy, PeerCredentials, peer_of
 from .ledger import Ledger
@@ -116,6 +116,7 @@ class Dispatcher:
         self._seam = seam
         self._watch = ProcessWatch(loop, locks, self._process_ended)
         self._absentees = Absentees(loop, locks, self._absentee_gone)
+        self._readers = ReaderWatch(loop, self._readers_gone)
         # Sessions by route, and the route of each session's instance.
         self._connections: dict[bytes, Connection] = {}
         self._routes: dict[str, bytes] = {}
@@ -156,6 +157,7 @@ class Dispatcher:
         if self._timer is not None:
             self._timer.cancel()
         self._absentees.close()
+        self._readers.close()
         self._watch.close()
         self.wire.close(linger_s)
 
@@ -364,6 +366,8 @@ class Dispatcher:
                 # Who said this Hello is watched already, since before the ledger knew of it.
                 if instance != self._hello_instance and instance not in self._routes:
                     self._absentees.add(instance, processes)
+            case fx.WatchReaders(instance=instance, readers=readers):
+                self._readers.add(instance, readers)
             case fx.Ended(channel=channel, result=result, ranks=ranks):
                 if self.meter is not None:
                     self.meter.ended(channel, result, ranks)
@@ -372,6 +376,7 @@ class Dispatcher:
                     self.meter.gone(instance)
                 self._watch.forget(instance)
                 self._absentees.discard(instance)
+                self._readers.discard(instance)
                 # It removes its live file itself, unless it ends before it has heard ByeOk.
                 self.dead.add(instance)
             case fx.Sweep(instance=instance):
@@ -470,6 +475,9 @@ class Dispatcher:
             log.warning("%s of channel %s is gone: %s", text, peer.channel, how, extra=extra)
         self.dead.add(instance)
         self._apply(self._ledger.gone(instance, how, time.monotonic()))
+
+    def _readers_gone(self, instance: str, how: str) -> None:
+        self._apply(self._ledger.readers_gone(instance, how, time.monotonic()))
 
     def note_awake(self, now: float) -> None:
         """Call it now and then: a long gap means that this process itself was stopped."""

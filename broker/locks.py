@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import fcntl
+import logging
 import os
 import re
 import stat
@@ -17,6 +18,9 @@ import msgspec
 from msgspec import Struct
 
 from ..protocol.errors import ConfigError
+from ..protocol.records import LiveNote
+
+log = logging.getLogger("tensorlease.broker")
 
 
 class PreviousRun(enum.Enum):
@@ -153,6 +157,7 @@ class LockState(enum.Enum):
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
+MAX_NOTE = 65_536
 _INSTANCE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -248,6 +253,25 @@ class LiveLocks:
         """
         held = self.held_instances()
         return held | self.free_instances() if held or unlocked else held
+
+    def notes(self) -> dict[str, LiveNote]:
+        """What relays, living or not, have left in their files, by instance."""
+        found: dict[str, LiveNote] = {}
+        for instance in self._names():
+            self.state(instance)  # Keeps open what must not be closed here.
+            kept = self._kept.get(instance)
+            descriptor = self._open(instance) if kept is None else kept
+            if descriptor is None:
+                continue
+            try:
+                if text := os.pread(descriptor, MAX_NOTE, 0):
+                    found[instance] = msgspec.msgpack.decode(text, type=LiveNote)
+            except (OSError, msgspec.DecodeError) as error:
+                log.warning("the live file of %s says nothing readable: %s", instance, error)
+            finally:
+                if descriptor != kept:
+                    os.close(descriptor)
+        return found
 
     def forget(self, instance: str) -> None:
         """Close what `keep` opened, after the instance left or is gone."""

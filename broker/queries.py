@@ -16,6 +16,7 @@ from .config import Limits
 from .critical_path import sentence
 from .ledger.admission import lacks_source
 from .ledger.book import Book
+from .ledger.orphans import reading
 from .ledger.state import (
     Channel,
     Lease,
@@ -221,7 +222,7 @@ def describe(peer: Peer) -> str:
 
 def named_in_rounds(state: State) -> set[str]:
     """The instances that rounds which have not ended name, or whose leases they still hold."""
-    named: set[str] = set()
+    named = {instance for instance, relay in state.relays.items() if relay.ended}
     for channel in state.channels.values():
         for rnd in channel.rounds.values():
             if rnd.state is not RoundState.FINISHED:
@@ -474,6 +475,10 @@ def _receiver(receiver: Receiver, now: float) -> ReceiverStatus:
 
 
 def _holder(state: State, rnd: Round, instance: str) -> str:
+    orphan = state.relays.get(instance)
+    if orphan is not None and orphan.ended:
+        name = f"{orphan.replica}/{orphan.member} (pid {orphan.pid}, which has ended: "
+        return f"{name}{reading(state, instance)})"
     receiver = rnd.receivers.get(instance)
     if receiver is not None:
         return with_pid(receiver)

@@ -25,6 +25,7 @@ import msgspec
 
 from ..protocol.endpoint import Transport
 from ..protocol.errors import InternalError, TensorleaseError
+from ..protocol.records import LiveNote
 from .config import BrokerConfig, OnStuck
 from .credentials import policy_of
 from .descriptors import ensure_descriptors
@@ -153,7 +154,8 @@ class Broker:
         tcp = [endpoint.transport is Transport.TCP for endpoint in endpoints]
         # Nothing tells how the last broker ended where there is no file to tell it.
         recover = any(tcp) and (all(tcp) or PreviousRun.UNCLEAN in previous)
-        self.ledger = _ledger(config, self._locks.unsettled_instances(unlocked=recover), recover)
+        unsettled = self._locks.unsettled_instances(unlocked=recover)
+        self.ledger = _ledger(config, unsettled, recover, self._locks.notes())
         self._dispatcher = Dispatcher(
             self._loop,
             config,
@@ -348,7 +350,9 @@ def _with_changes(old: BrokerConfig, new: BrokerConfig) -> BrokerConfig:
     return msgspec.structs.replace(old, log=new.log, allowed_uids=new.allowed_uids)
 
 
-def _ledger(config: BrokerConfig, alive: frozenset[str], recover: bool) -> Ledger:
+def _ledger(
+    config: BrokerConfig, alive: frozenset[str], recover: bool, notes: dict[str, LiveNote]
+) -> Ledger:
     limits = config.limits
     settings = Settings(
         durations=config.durations.to_protocol(),
@@ -361,5 +365,10 @@ def _ledger(config: BrokerConfig, alive: frozenset[str], recover: bool) -> Ledge
     # Beside those known by name there may be others: then only the deadline ends the window.
     expected = alive | {NOBODY} if recover else alive
     return Ledger(
-        secrets.token_hex(8), settings, now=time.monotonic(), expected=expected, recover=recover
+        secrets.token_hex(8),
+        settings,
+        now=time.monotonic(),
+        expected=expected,
+        recover=recover,
+        relays_noted=notes,
     )

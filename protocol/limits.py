@@ -21,6 +21,8 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_VERSION = 2**63 - 1
 MAX_TEXT = 4096
 """Characters of a reason that an agent sends; longer ones are cut by the agents, with a mark."""
+MAX_ORPHANS = 256
+"""Relays of a replica that have ended, and that one message names; more are named later."""
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Bytes = Annotated[int, Meta(ge=0, le=2**62)]
@@ -35,10 +37,12 @@ WorldSize = Annotated[int, Meta(ge=1, le=65_536)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400.0)]
 Micros = Annotated[int, Meta(ge=0, le=2**53)]
 Pid = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Pids = Annotated[list[Pid], Meta(max_length=64)]
 Ticks = Annotated[int, Meta(ge=0, le=2**62)]
 
 InstanceId = Annotated[str, Meta(min_length=16, max_length=16)]
 """Random id of one run of an agent: 16 lower-case hexadecimal digits."""
+Instances = Annotated[list[InstanceId], Meta(max_length=MAX_ORPHANS)]
 EpochId = Annotated[str, Meta(min_length=16, max_length=16)]
 """Random id of one run of a broker: 16 lower-case hexadecimal digits."""
 Name = Annotated[str, Meta(min_length=1, max_length=128)]

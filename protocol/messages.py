@@ -20,6 +20,7 @@ from .limits import (
     Count,
     EpochId,
     InstanceId,
+    Instances,
     Job,
     Label,
     LastCall,
@@ -40,10 +41,12 @@ from .records import (
     Durations,
     Fields,
     Holder,
+    OrphanList,
     Phase,
     Processes,
     Proofs,
     QueryKind,
+    Readers,
     Receivers,
     ReplicaState,
     RoundRef,
@@ -109,6 +112,8 @@ class WorkerHello(AgentMessage, frozen=True, tag="worker-hello"):
     mappings: list[Taken]
     take: TakeNote
     job: Job = ""
+    readers: Readers | None = None
+    """Of a relay, for which other processes read: these; none: they cannot be named."""
 
 
 class Open(AgentMessage, frozen=True, tag="open"):
@@ -215,6 +220,12 @@ class Unmapped(AgentMessage, frozen=True, tag="unmapped"):
     buffers: BufferNumbers
 
 
+class Unread(AgentMessage, frozen=True, tag="unread"):
+    """Nothing reads any more for these relays of its replica, which have ended."""
+
+    instances: Instances
+
+
 class Beat(AgentMessage, frozen=True, tag="beat"):
     phase: Phase = Phase.IDLE
     progress: Count = 0
@@ -250,6 +261,7 @@ FromAgent = (
     | Drained
     | Take
     | Unmapped
+    | Unread
     | Beat
     | Bye
     | Query
@@ -427,6 +439,12 @@ class TrainerGone(BrokerMessage, frozen=True, tag="trainer-gone"):
     trainer: InstanceId
 
 
+class Orphans(BrokerMessage, frozen=True, tag="orphans"):
+    """All relays of its replica that have ended while what reads for them may not be done."""
+
+    orphans: OrphanList
+
+
 class BeatOk(BrokerMessage, frozen=True, tag="beat-ok"):
     pass
 
@@ -468,6 +486,7 @@ FromBroker = (
     | Offered
     | Unmap
     | TrainerGone
+    | Orphans
     | BeatOk
     | ByeOk
     | Stopping

@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from .limits import (
+    MAX_ORPHANS,
     BufferNumber,
     BufferNumbers,
     Bytes,
@@ -18,6 +19,7 @@ from .limits import (
     Micros,
     Name,
     Pid,
+    Pids,
     Rank,
     Seconds,
     Text,
@@ -154,6 +156,7 @@ class Process(Fields, frozen=True):
 
 
 Processes = Annotated[list[Process], Meta(min_length=1, max_length=64)]
+Readers = Annotated[list[Process], Meta(max_length=64)]
 
 
 class ReceiverId(Fields, frozen=True):
@@ -163,6 +166,8 @@ class ReceiverId(Fields, frozen=True):
     replica: Name
     member: Rank
     processes: Processes
+    readers: Readers | None = None
+    """Of a relay: the processes that read instead of it; none: they cannot be named."""
 
 
 Receivers = Annotated[list[ReceiverId], Meta(max_length=65_536)]
@@ -247,6 +252,28 @@ class Holder(Fields, frozen=True):
     replica: Name
     member: Rank
     pid: Pid
+    readers: Pids | None = None
+    """It was a relay, and has ended: these may read still; none: they cannot be named."""
+
+
+class Orphan(Fields, frozen=True):
+    """A relay that has ended, while the processes that read for it may not be done."""
+
+    instance: InstanceId
+    readers: Readers
+
+
+OrphanList = Annotated[list[Orphan], Meta(max_length=MAX_ORPHANS)]
+
+
+class LiveNote(Fields, frozen=True):
+    """What a relay writes into its live file: what its death alone does not prove."""
+
+    channel: Name
+    replica: Name
+    member: Rank
+    pid: Pid
+    readers: Readers
 
 
 class ReceiverResult(Fields, frozen=True):

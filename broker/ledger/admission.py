@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from ...protocol import messages as m
-from ...protocol.records import Code, Distribution, Fate, Process, ReceiverId, ReplicaResult
+from ...protocol.records import Code, Distribution, Fate, Process, ReplicaResult
 from . import ending, leases
 from .book import MAX_SHOWN, Book, cut
 from .state import (
@@ -229,7 +229,7 @@ def admit(book: Book, channel: Channel, rnd: Round, seen: Survey) -> None:
         for replica in seen.ready
         for _, instance in sorted(replica.members.items())
     ]
-    rnd.listed = [receiver_id(peer) for peer in peers]
+    rnd.listed = [peer.worker.id for peer in peers if peer.worker is not None]
     book.arm(book.now + (rnd.terms.prepare_s or book.durations.prepare_s))
     for id in rnd.listed:
         receiver = Receiver(id, ReceiverState.PREPARING, progress=book.now)
@@ -259,12 +259,6 @@ def prepare(book: Book, rnd: Round, receiver: Receiver) -> None:
 def tell_opened(book: Book, rnd: Round, instance: str) -> None:
     assert rnd.listed is not None
     book.send(instance, m.Opened(book.epoch, instance, rnd.call, rnd.listed))
-
-
-def receiver_id(peer: Peer) -> ReceiverId:
-    assert peer.worker is not None
-    # Nobody changes the list: one is enough for the peer and all rounds.
-    return ReceiverId(peer.instance, peer.worker.replica, peer.worker.member, peer.processes)
 
 
 def open_overdue(book: Book, rnd: Round) -> None:

@@ -16,7 +16,7 @@ from ...protocol.records import (
     Terms,
     TrainerRound,
 )
-from . import ending, leases, offers, recovery, rounds
+from . import ending, leases, offers, recovery, relays, rounds
 from .admission import prepare, tell_opened
 from .book import Book
 from .effects import Watch
@@ -53,7 +53,7 @@ def trainer_announced(book: Book, channel: Channel, peer: Peer, hello: m.Trainer
             book.move_round(rnd, Cause.RESTORED)
         if rnd is not None and rnd.state is not RoundState.RESTORING:
             _answer_trainer(book, rnd, peer, told)
-        elif rnd is not None or _may_be_read(book, group, told):
+        elif rnd is not None or _may_be_read(book, channel, group, told):
             _restore(book, channel, peer, told)
         else:
             rounds.on_open(book, peer, m.Open(hello.session, told.call, told.terms))
@@ -62,7 +62,7 @@ def trainer_announced(book: Book, channel: Channel, peer: Peer, hello: m.Trainer
                 _answer_trainer(book, rnd, peer, told)
 
 
-def _may_be_read(book: Book, group: Group, told: TrainerRound) -> bool:
+def _may_be_read(book: Book, channel: Channel, group: Group, told: TrainerRound) -> bool:
     """Whether a round that is unknown here may have been begun by an earlier broker."""
     key = (group.id, told.call)
     if book.recovering or _was_admitted(told):
@@ -70,7 +70,7 @@ def _may_be_read(book: Book, group: Group, told: TrainerRound) -> bool:
     notes = [peer.worker.committed for peer in book.state.peers.values() if peer.worker]
     if any(note is not None and (note.group, note.call) == key for note in notes):
         return True
-    return told.call > group.last_call and bool(recovery.silent_or_inside(book, key))
+    return told.call > group.last_call and bool(recovery.silent_or_inside(book, channel, key))
 
 
 def _was_admitted(told: TrainerRound) -> bool:
@@ -126,7 +126,7 @@ def _may_read(book: Book, rnd: Round, told: TrainerRound) -> set[str]:
     if told.receivers is not None:
         set_list(book, rnd, told.receivers)
         readers |= {id.instance for id in told.receivers} - set(book.state.peers)
-    return readers | recovery.silent_or_inside(book, rnd.key)
+    return readers | recovery.silent_or_inside(book, book.channel(rnd.channel), rnd.key)
 
 
 def _learn_lease(book: Book, rnd: Round, peer: Peer, note: LeaseNote, holders: set[str]) -> None:
@@ -214,6 +214,7 @@ def set_list(book: Book, rnd: Round, receivers: list[ReceiverId]) -> None:
         rnd.listed = receivers
         for id in receivers:
             if id.instance not in book.state.peers:
+                relays.listed(book, rnd, id)
                 book.do(Watch(id.instance, id.processes, False))
 
 

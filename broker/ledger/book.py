@@ -10,6 +10,7 @@ from ...protocol.limits import MAX_TEXT
 from ...protocol.messages import FromBroker, Refused
 from ...protocol.records import Code, Durations, Fate, ReplicaState
 from .effects import Effect, EndSession, Report, Send
+from .orphans import orphans_of
 from .state import (
     IN_ROUND,
     TRANSITIONS,
@@ -229,6 +230,9 @@ class Book:
         }
         if stuck:
             return f"{_list('member', sorted(stuck))} still reading an earlier round"
+        if orphans := orphans_of(self.state, channel, replica):
+            pids = ", ".join(str(relay.pid) for relay in orphans[:MAX_SHOWN])
+            return f"has yet to find out whether anything still reads for pid {pids}, which ended"
         return ""
 
     def replica_state(self, channel: Channel, replica: Replica, sources: str) -> ReplicaState:

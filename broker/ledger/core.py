@@ -11,11 +11,11 @@ It does no I/O and looks at no clock. `validate` cross-checks every reference.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from ...protocol import messages as m
-from ...protocol.records import Code
-from . import admission, deadlines, members, offers, rounds
+from ...protocol.records import Code, LiveNote
+from . import admission, deadlines, members, offers, relays, rounds
 from .book import Book
 from .effects import Effect
 from .state import NOBODY, Peer, RoundState, Settings, State
@@ -34,6 +34,7 @@ class Ledger:
             those whose death is yet to be settled (their locks are free).
         recover: Listen for announcements until the recovery deadline even if none is expected
             (agents without locks may be there).
+        relays_noted: What relays have left in their live files, by instance.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Ledger:
         now: float,
         expected: Collection[str] = (),
         recover: bool = False,
+        relays_noted: Mapping[str, LiveNote] | None = None,
     ) -> None:
         state = State(epoch, settings)
         if expected or recover:
             state.recovering_until = now + settings.durations.recovery_s
             # Agents that cannot be known by name: only the deadline ends the window.
             state.expected = set(expected) | ({NOBODY} if recover else set())
+        state.relays = {name: relays.noted(note) for name, note in (relays_noted or {}).items()}
         state.next_check = now
         self.book = Book(state)
 
@@ -108,6 +111,8 @@ class Ledger:
                 offers.on_take(book, peer, message)
             case m.Unmapped():
                 offers.on_unmapped(book, peer, message)
+            case m.Unread():
+                relays.on_unread(book, peer, message)
             case _:
                 return False
         return True
@@ -143,9 +148,15 @@ class Ledger:
         return self._end()
 
     def gone(self, instance: str, how: str, now: float) -> list[Effect]:
-        """All processes that read or write for this agent are provably gone."""
+        """All processes of this agent are provably gone; others may read for it, if it is a relay."""
         self._begin(now)
         members.on_gone(self.book, instance, how)
+        return self._end()
+
+    def readers_gone(self, instance: str, how: str, now: float) -> list[Effect]:
+        """All processes that read for this relay, which had ended before, are provably gone."""
+        self._begin(now)
+        relays.on_readers_gone(self.book, instance, how)
         return self._end()
 
     def tick(self, now: float) -> list[Effect]:

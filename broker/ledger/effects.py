@@ -46,6 +46,16 @@ class Watch(Effect, frozen=True):
     locked: bool
 
 
+class WatchReaders(Effect, frozen=True):
+    """Report `readers_gone` of this instance, which has ended, as soon as all of these are gone.
+
+    None: nobody knows who they are.
+    """
+
+    instance: str
+    readers: list[Process]
+
+
 class Unwatch(Effect, frozen=True):
     """Its death matters no more."""
 

@@ -6,6 +6,7 @@ from ...protocol.messages import Deliver, Release, Stuck, Total
 from ...protocol.records import Distribution, Holder, Proof
 from .book import Book, in_round
 from .effects import Kill
+from .orphans import holder as orphan_holder
 from .state import (
     UNVOTED,
     Cause,
@@ -168,7 +169,8 @@ def settle(book: Book, rnd: Round, lease: Lease) -> None:
         book.move_lease(rnd, lease, Cause.DRAIN_OVERDUE)
         tell_stuck(book, rnd, lease)
         if book.state.settings.kill_stuck:
-            for instance in sorted(lease.holders):
+            # The death of a relay would prove nothing.
+            for instance in sorted(lease.holders - book.state.relays.keys()):
                 book.do(Kill(instance))
 
 
@@ -190,7 +192,13 @@ def repeat_release(book: Book, rnd: Round, lease: Lease, trainer: str) -> None:
 
 
 def tell_stuck(book: Book, rnd: Round, lease: Lease) -> None:
-    holders = [holder(rnd.receivers[i]) for i in sorted(lease.holders) if i in rnd.receivers]
+    holders: list[Holder] = []
+    for instance in sorted(lease.holders):
+        orphan = orphan_holder(book.state, instance)
+        if orphan is not None:
+            holders.append(orphan)
+        elif instance in rnd.receivers:
+            holders.append(holder(rnd.receivers[instance]))
     book.send(lease.trainer, Stuck(book.epoch, lease.trainer, rnd.call, lease.seq, holders))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ...protocol import messages as m
 from ...protocol.limits import PROTOCOL_VERSION
-from ...protocol.records import Code, Fate, TakeNote
-from . import announcements, ending, leases, offers, recovery, rounds
+from ...protocol.records import Code, Fate, ReceiverId, TakeNote
+from . import announcements, ending, leases, offers, recovery, relays, rounds
 from .admission import lacks_source
 from .book import Book, cut
 from .effects import Answer, BeginSession, EndSession, Sweep, Unwatch, Watch
+from .orphans import is_orphan, reading
 from .state import (
     Cause,
     Channel,
@@ -61,6 +62,7 @@ def on_hello(book: Book, message: Hello) -> None:
         _welcome(book, channel, peer, channel.group)
         announcements.worker_announced(book, channel, peer, message)
         offers._repeat_offers(book, channel, peer)
+        relays.tell_orphans(book, peer)
     book.arm(book.now + book.durations.silent_s)
     channel.members_changed = True
     book.kick = True
@@ -235,6 +237,9 @@ def _new_peer(book: Book, message: Hello) -> Peer:
         )
     else:
         peer.worker = Worker(
+            id=ReceiverId(
+                peer.instance, message.replica, message.member, peer.processes, message.readers
+            ),
             replica=message.replica,
             member=message.member,
             size=message.size,
@@ -246,6 +251,7 @@ def _new_peer(book: Book, message: Hello) -> Peer:
             note=TakeNote([], [], False, []),
             takes={},
         )
+        relays.joined(book, peer)
     book.state.peers[peer.instance] = peer
     return peer
 
@@ -336,9 +342,10 @@ def on_bye(book: Book, peer: Peer) -> None:
 
 
 def on_gone(book: Book, instance: str, how: str) -> None:
-    """All processes that could read or write for this agent are provably gone."""
+    """All processes of this agent are provably gone; others read for a relay, and may not be."""
     peer = book.state.peers.get(instance)
     book.state.expected.discard(instance)
+    relays.end(book, instance)
     if peer is not None:
         code = Code.TRAINER_LOST if peer.trainer is not None else Code.WORKER_LOST
         depart(book, peer, code, f"{describe(peer)} is gone: {how}", farewell=None)
@@ -349,12 +356,13 @@ def on_gone(book: Book, instance: str, how: str) -> None:
             _drop_receiver(book, rnd, instance, Code.WORKER_LOST, f"is gone: {how}")
         if not book.recovering:
             offers.tell_trainer_gone(book, instance)
+    relays.settle(book, instance)
     recovery.end_if_all_announced(book)
 
 
 def _note_gone(book: Book, instance: str) -> None:
     """Rounds that are yet to be restored must know that this one reads nothing any more."""
-    if book.recovering:
+    if book.recovering and not is_orphan(book.state, instance):
         book.state.gone.add(instance)
 
 
@@ -369,6 +377,8 @@ def depart(book: Book, peer: Peer, code: Code, text: str, *, farewell: m.ByeOk |
     """Forgets an agent: its rounds, leases, mappings, place; tells whom it concerns."""
     instance = peer.instance
     channel = book.channel(peer.channel)
+    if farewell is not None:
+        book.state.relays.pop(instance, None)
     _note_gone(book, instance)
     if peer.trainer is not None:
         group = channel.group
@@ -396,18 +406,27 @@ def depart(book: Book, peer: Peer, code: Code, text: str, *, farewell: m.ByeOk |
     del book.state.peers[instance]
     book.do(EndSession(instance))
     book.do(Unwatch(instance))
+    if peer.trainer is not None and book.state.relays:
+        relays.forget_idle(book)
     channel.members_changed = True
     book.kick = True
 
 
 def _drop_receiver(book: Book, rnd: Round, instance: str, code: Code, text: str) -> None:
+    """It is gone, and reads nothing any more; unless others read for it."""
     receiver = rnd.receivers.get(instance)
+    orphan = is_orphan(book.state, instance)
+    if orphan and leases.holds_any(rnd, instance):
+        text = f"{text}; {reading(book.state, instance)}, so that its leases are kept"
     if receiver is not None:
         ending.remove_replica(book, rnd, receiver, Fate.LOST, code, text, said=True)
         if receiver.fate is Fate.UNKNOWN:
             receiver.fate, receiver.reason = Fate.LOST, text
+    if receiver is not None and orphan:
+        relays.keep(book, rnd, receiver)
+    elif receiver is not None:
         rounds.drained(book, rnd, receiver)
-    else:
+    elif not orphan:
         leases.drop_all(book, rnd, instance)
 
 

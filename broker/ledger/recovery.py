@@ -14,9 +14,10 @@ from ...protocol.records import (
     Outcome,
     ReceiverId,
 )
-from . import ending, leases, offers, rounds
+from . import ending, leases, offers, relays, rounds
 from .admission import prepare, tell_opened
 from .book import Book, in_round, is_out, who
+from .orphans import is_orphan, unheard
 from .state import (
     IN_ROUND,
     NOBODY,
@@ -53,6 +54,8 @@ def end_recovery(book: Book) -> None:
                 resume(book, channel, rnd)
             else:
                 _catch_up(book, rnd)
+    if book.state.relays:
+        relays.recovered(book)
     book.state.gone.clear()
     for peer in book.state.peers.values():
         offers.retired_if_free(book, peer)
@@ -162,10 +165,10 @@ def _resume_unlisted(book: Book, rnd: Round) -> None:
     Whoever is expected and still silent may be reading: each of them keeps the batches.
     """
     book.move_round(rnd, Cause.UNLISTED)
-    rnd.doubtful = bool(book.state.expected) or bool(silent_or_inside(book, rnd.key))
+    rnd.doubtful = bool(book.state.expected) or bool(_inside(book, rnd.key))
     for lease in rnd.leases.values():
         if lease.state is LeaseState.PARKED:
-            lease.holders |= silent_or_inside(book, rnd.key)
+            lease.holders |= silent_or_inside(book, book.channel(rnd.channel), rnd.key)
     rnd.opened_at = book.now
     book.arm(book.now + (rnd.terms.open_s or book.durations.open_s))
     gone = [
@@ -187,7 +190,7 @@ def _restore_receiver(book: Book, rnd: Round, id: ReceiverId) -> None:
     rnd.receivers[id.instance] = receiver
     peer = book.state.peers.get(id.instance)
     if peer is None or peer.worker is None:
-        if id.instance in book.state.gone:
+        if id.instance in book.state.gone or is_orphan(book.state, id.instance):
             text = "was lost while the broker was away"
             ending.remove(book, rnd, receiver, Fate.LOST, Code.WORKER_LOST, text, told=None)
         return
@@ -214,9 +217,11 @@ def _restore_holders(book: Book, rnd: Round, key: tuple[int, int], lease: Lease)
     if lease.state is LeaseState.PARKED:
         book.move_lease(rnd, lease, Cause.FORWARDED)
     for instance, receiver in rnd.receivers.items():
-        if receiver.state is ReceiverState.ABSENT:
+        orphan = is_orphan(book.state, instance)
+        if receiver.state is ReceiverState.ABSENT or orphan:
             if lease.state is LeaseState.HELD:
                 lease.holders.add(instance)
+                receiver.stuck = receiver.stuck or orphan
             continue
         if receiver.state not in IN_ROUND or not leases.in_scope(book, rnd, lease, instance):
             continue
@@ -316,15 +321,19 @@ def _unfit(book: Book, rnd: Round) -> list[tuple[Receiver, Code, str]]:
     return found
 
 
-def silent_or_inside(book: Book, key: RoundKey) -> set[str]:
+def silent_or_inside(book: Book, channel: Channel, key: RoundKey) -> set[str]:
     """Returns who may be reading a round whose receivers nobody knows: who has yet to announce
-    itself, and who said that it is in the round and has not drained.
+    itself, who said that it is in the round and has not drained, and orphans that may hold anything.
     """
-    inside = {
+    silent = book.state.expected - {NOBODY}
+    return _inside(book, key) | silent | unheard(book.state, channel.name)
+
+
+def _inside(book: Book, key: RoundKey) -> set[str]:
+    return {
         peer.instance
         for peer in book.state.peers.values()
         if peer.worker is not None
         and peer.worker.announced is not None
         and peer.worker.announced.key == key
     }
-    return inside | book.state.expected - {NOBODY}

@@ -91,11 +91,11 @@ def _receiver_result(rnd: Round, receiver: Receiver) -> ReceiverResult:
 
 def _fate(rnd: Round, receiver: Receiver) -> Fate:
     """A receiver that keeps a lease although its drain is overdue is stuck, whatever the cause;
-    but one that may have committed is unknown.
+    but one that may have committed is unknown, and one that has ended is lost.
     """
     if (
         receiver.stuck
-        and receiver.fate is not Fate.UNKNOWN
+        and receiver.fate not in (Fate.UNKNOWN, Fate.LOST)
         and leases.holds_any(rnd, receiver.id.instance)
     ):
         return Fate.STUCK

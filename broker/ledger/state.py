@@ -196,6 +196,8 @@ class Announced(Struct):
 class Worker(Struct):
     """What is particular to a worker's peer."""
 
+    # As rounds list it; nobody changes it: one is enough for all of them.
+    id: ReceiverId
     replica: str
     member: int
     size: int
@@ -239,6 +241,26 @@ class Peer(Struct):
     @property
     def pid(self) -> int:
         return self.processes[0].pid
+
+    @property
+    def readers(self) -> list[Process] | None:
+        """Of a relay: the processes that read for it, as far as they can be named."""
+        return None if self.worker is None else self.worker.id.readers
+
+
+class Relay(Struct):
+    """A worker for which other processes read, living or not; `relays.py` says what of it."""
+
+    channel: str
+    replica: str
+    member: int
+    pid: int
+    # Who reads for it; empty: they cannot be named.
+    readers: list[Process]
+    # Its own processes have ended. It is kept as long as others may read for it.
+    ended: bool = False
+    # Restart: nobody has said yet what it holds.
+    unheard: bool = False
 
 
 class RankEntry(Struct):
@@ -431,6 +453,8 @@ class State(Struct):
     expected: set[str] = field(default_factory=set)
     # Restart: who was found to be gone, though it had not announced itself.
     gone: set[str] = field(default_factory=set)
+    # Workers for which others read, by instance; and those that have ended and may be read for.
+    relays: dict[str, Relay] = field(default_factory=dict)
     # No round is admitted: the broker was drained, or is about to end.
     stopping: bool = False
     peers: dict[str, Peer] = field(default_factory=dict)

@@ -27,6 +27,9 @@ def validate(state: State) -> None:
             replica = channel.replicas.get(peer.worker.replica)
             holder = None if replica is None else replica.members.get(peer.worker.member)
             assert (holder == instance) == peer.worker.placed, f"{instance}: place"
+        assert (peer.readers is None) == (instance not in state.relays), f"{instance}: relay"
+    for instance, relay in state.relays.items():
+        assert not (relay.ended and instance in state.peers), f"{instance}: an orphan that lives"
     for name, channel in state.channels.items():
         assert channel.name == name
         _check_channel(state, channel)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tensorlease.agents.describe import describe_call, readers
 from tensorlease.agents.results import RoundHandle, RoundResult
 from tensorlease.agents.trainer_core import Call, TrainerLease
@@ -86,6 +88,18 @@ def test_who_keeps_a_lease_by_the_brokers_word_is_the_only_one_named() -> None:
     stuck.note_stuck(0, [Holder(B.instance, "b", 0, 200)])
     said = describe_call(call(A, B, held=True), stuck, BEFORE, 1)
     assert said == "b/0 (pid 200) is silent and keeps its lease"
+
+
+@pytest.mark.parametrize(("pids", "who"), [([], "others"), ([7], "pid 7"), ([7, 8], "pids 7, 8")])
+def test_of_one_that_has_ended_those_are_named_that_may_read_for_it(
+    pids: list[int], who: str
+) -> None:
+    stuck = handle()
+    stuck.note_stuck(0, [Holder(B.instance, "b", 0, 200, pids)])
+    said = describe_call(call(A, B, held=True), stuck, BEFORE, 1)
+    assert said == (
+        f"b/0 (pid 200, which has ended: {who} may still be reading for it) keeps its lease"
+    )
 
 
 def test_before_the_admission_one_of_several_ranks_hears_that_the_others_have_to_publish() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tensorlease.agents.live import LiveLock
 from tensorlease.agents.process import this_process
 from tensorlease.broker import absentees as module
-from tensorlease.broker.absentees import Absentees
+from tensorlease.broker.absentees import Absentees, ReaderWatch
 from tensorlease.broker.locks import LiveLocks
 from tensorlease.protocol.procfs import start_time_ticks
 from tensorlease.protocol.records import Process
@@ -130,4 +130,48 @@ async def test_who_has_announced_itself_is_looked_at_no_more(tmp_path: Path) -> 
     async with asyncio.timeout(DEADLINE_S):
         await told.any.wait()
     assert list(told.gone) == ["b" * 16]
+    watch.close()
+
+
+# ---------------------------------------------------------------- readers of relays
+
+
+@pytest.mark.process
+async def test_readers_are_told_as_gone_when_all_of_them_are(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    told, process = Told(), process_of(sleeper)
+    watch = ReaderWatch(asyncio.get_running_loop(), told)
+    ended = msgspec.structs.replace(process, start=process.start + 1)
+    watch.add(INSTANCE, [ended, process])
+    watch.add("b" * 16, [])
+    watch.add("c" * 16, [ended])
+    async with asyncio.timeout(DEADLINE_S):
+        await told.any.wait()
+    assert told.gone.keys() == {"c" * 16}
+    told.any.clear()
+    sleeper.kill()
+    async with asyncio.timeout(DEADLINE_S):
+        await told.any.wait()
+    assert told.gone.keys() == {INSTANCE, "c" * 16}
+    assert f"have ended (pid {process.pid}, {process.pid})" in told.gone[INSTANCE]
+    watch.close()
+
+
+@pytest.mark.process
+async def test_readers_of_another_pid_namespace_and_those_let_go_are_never_told(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    told, process = Told(), process_of(sleeper)
+    watch = ReaderWatch(asyncio.get_running_loop(), told)
+    sleeper.kill()
+    sleeper.wait()
+    elsewhere = msgspec.structs.replace(process, namespace=1)
+    for name, reader in (("b", elsewhere), ("c", process), ("d", process)):
+        watch.add(name * 16, [reader])
+    watch.discard("c" * 16)
+    async with asyncio.timeout(DEADLINE_S):
+        await told.any.wait()
+    assert told.gone.keys() == {"d" * 16}
     watch.close()

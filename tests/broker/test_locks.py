@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tensorlease.agents.live import LiveLock
@@ -22,6 +23,7 @@ from tensorlease.broker.locks import (
     PreviousRun,
 )
 from tensorlease.protocol.errors import ConfigError
+from tensorlease.protocol.records import LiveNote, Process
 
 INSTANCE = "0123456789abcdef"
 OTHER = "fedcba9876543210"
@@ -420,3 +422,39 @@ def _running(program: str, directory: Path) -> list[int]:
             if mine and arguments[1:3] == [b"-c", program.encode()]:
                 found.append(int(entry.name))
     return found
+
+
+# What relays leave in their live files.
+
+NOTE = LiveNote("policy", "a", 0, 7, [Process(71, 9, 3)])
+
+
+def test_a_live_file_says_who_reads_for_its_relay_and_keeps_its_lock_when_it_is_read(
+    tmp_path: Path,
+) -> None:
+    lock = LiveLock(str(tmp_path), INSTANCE, msgspec.msgpack.encode(NOTE))
+    lock.acquire()
+    LiveLock(str(tmp_path), OTHER).acquire()
+    locks = LiveLocks([str(tmp_path)])
+    assert locks.notes() == {INSTANCE: NOTE}
+    assert locks.held_instances() == {INSTANCE, OTHER}
+    locks.close()
+
+
+@pytest.mark.process
+def test_the_note_of_a_relay_that_was_killed_is_read(tmp_path: Path, start: Start) -> None:
+    program = AGENT.replace("sys.argv[2])", "sys.argv[2], bytes.fromhex(sys.argv[3]))")
+    relay = start(program, tmp_path, INSTANCE, msgspec.msgpack.encode(NOTE).hex())
+    assert said(relay) == "held"
+    kill(relay)
+    locks = LiveLocks([str(tmp_path)])
+    assert locks.free_instances() == {INSTANCE}
+    assert locks.notes() == {INSTANCE: NOTE}
+
+
+def test_a_live_file_that_says_something_else_counts_as_one_that_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / INSTANCE).write_bytes(b"else")
+    assert LiveLocks([str(tmp_path)]).notes() == {}
+    assert INSTANCE in caplog.text

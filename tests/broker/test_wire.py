@@ -57,7 +57,8 @@ def bad_frames() -> list[tuple[str, list[bytes]]]:
         ("a map", [msgspec.msgpack.encode({"op": "hello"})]),
         ("an unknown message", [msgspec.msgpack.encode(["shutdown", 1])]),
         ("nested deeply", [b"\x91" * 100_000]),
-        ("one field short", [msgspec.msgpack.encode(hello[:-2])]),  # The last has a default.
+        # The last two have a default.
+        ("one field short", [msgspec.msgpack.encode(hello[:-3])]),
         (
             "a dict for a device",
             [msgspec.msgpack.encode([*hello[:device], {"cuda": 0}, *hello[device + 1 :]])],

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ..agents.conftest import broker, ring_trainer, trainer, url
+from ..agents.conftest import broker, ring_trainer, spawn, start_broker, trainer, url
 
 if TYPE_CHECKING:
     from tensorlease.agents import TrainerAgent
 
-__all__ = ["broker", "left", "ring_trainer", "trainer", "url"]
+__all__ = ["broker", "left", "ring_trainer", "spawn", "start_broker", "trainer", "url"]
 
 
 @contextmanager

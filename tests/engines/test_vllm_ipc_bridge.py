@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tensorlease.agents import RoundResult, TrainerAgent
-from tensorlease.agents.ring import RingOptions
 from tensorlease.engines import vllm_bridge
 from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge
 from tensorlease.engines.vllm_server import VLLMServer
@@ -22,7 +20,10 @@ from tensorlease.protocol.records import Fate
 from ..agents.fake_cuda import UUIDS
 from ..broker.raw_agents import Threaded, eventually
 from .conftest import left
-from .fake_stock_vllm import FakeStockVLLM, Segments, passing_for_gpu
+from .fake_stock_vllm import FakeStockVLLM, Segments
+from .stock_parties import WEIGHTS, Source, at, segments
+
+__all__ = ["segments"]
 
 UNPACKED = [
     "/init_weight_transfer_engine",
@@ -45,12 +46,6 @@ PACKED = [
 ]
 
 Led = Callable[..., FakeStockVLLM]
-
-
-@pytest.fixture
-def segments(monkeypatch: pytest.MonkeyPatch) -> Segments:
-    """Shared memory of this process's trainers passes for that of a GPU."""
-    return passing_for_gpu(monkeypatch)
 
 
 @pytest.fixture
@@ -102,54 +97,6 @@ def led(
         server.die()
 
 
-WEIGHTS = {
-    "w": torch.zeros(4, 3),
-    "scale": torch.zeros(5, dtype=torch.bfloat16),
-    "bytes": torch.zeros(3, dtype=torch.uint8),
-    "single": torch.zeros((), dtype=torch.float32),
-    "none": torch.zeros(0, 4),
-}
-
-
-class Source:
-    """A trainer, each of whose values is the version."""
-
-    def __init__(self, url: str, *, ring: bool = False, slots: int = 2) -> None:
-        options = RingOptions(slots, 8192) if ring else None
-        self._take(TrainerAgent("policy", endpoint=url, ring=options), ring)
-
-    @classmethod
-    def beside(cls, url: str, segments: Segments, rank: int, *, ring: bool, own: str) -> Source:
-        """Returns rank `rank` of two, on a GPU of its own; `own`: a tensor that no other has."""
-        source, gpu = cls.__new__(cls), UUIDS[rank]
-        options = RingOptions(2, 8192) if ring else None
-        trainer = TrainerAgent(
-            "policy", endpoint=url, ring=options, rank=rank, world_size=2, group="run", device=gpu
-        )
-        segments.gpus[trainer.instance[:8]] = gpu
-        source._take(trainer, ring, own)
-        return source
-
-    def _take(self, trainer: TrainerAgent, ring: bool, own: str = "") -> None:
-        self.trainer, self._ring = trainer, ring
-        self.weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
-        if own:
-            self.weights[own] = torch.zeros(7)
-        if not ring:
-            trainer.register(self.weights)
-
-    def publish(self, version: int, replicas: int = 1) -> RoundResult:
-        """Publishes a version once so many replicas are ready."""
-        self.trainer.wait_ready(replicas, timeout=20.0)
-        if self._ring:
-            full = {name: torch.full_like(t, float(version)) for name, t in self.weights.items()}
-            return self.trainer.publish_stream(version, full.items(), timeout=30.0)
-        assert self.trainer.may_write()
-        for tensor in self.weights.values():
-            tensor.fill_(float(version))
-        return self.trainer.publish(version, timeout=30.0)
-
-
 @pytest.fixture(params=["unpacked", "packed", "ring"])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -164,21 +111,6 @@ def source(
     made = Source(url, ring=ring)
     yield made
     made.trainer.close(0.5)
-
-
-def at(server: FakeStockVLLM, version: int) -> bool:
-    """Whether all of its workers have exactly the version, and it works."""
-    settled = server.label == str(version) and not server.paused and not server.active
-    return settled and not server.unwaited and all(has(w, version) for w in server.weights)
-
-
-def has(weights: dict[str, torch.Tensor], version: int) -> bool:
-    if weights.keys() != WEIGHTS.keys():
-        return False
-    return all(
-        torch.equal(weights[name], torch.full_like(tensor, float(version)))
-        for name, tensor in WEIGHTS.items()
-    )
 
 
 def test_a_stock_server_has_the_version_with_name_and_cache_and_goes_on(
@@ -310,7 +242,8 @@ def test_a_server_that_dies_in_an_update_is_out_and_current_once_it_has_come_aga
     assert result.receivers["good/0"].fate is Fate.COMMITTED
     assert result.receivers["bad/0"].fate is not Fate.COMMITTED
     assert f"{bad.url}/update_weights" in result.reason
-    # Else it might count as ready, and leave before the round is admitted.
+    # Else it might come again before its leader has looked, which would count as ready, and leave
+    # before the round is admitted.
     eventually(lambda: not bad.leader.leads)
     bad.start()
     eventually(lambda: bad.leader.leads)
@@ -339,6 +272,29 @@ def test_memory_is_kept_while_a_server_that_has_not_answered_may_read_it(
     server.leader._update_s = 20.0
     assert source.publish(2).ok
     assert at(server, 2)
+
+
+def test_a_bridge_that_has_to_end_while_its_server_may_read_says_no_goodbye(
+    source: Source, led: Led, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = led("a", update_s=0.3)
+    monkeypatch.setattr(vllm_bridge, "CONTROL_S", 0.3)
+    source.trainer.wait_ready(timeout=20.0)
+    stall = server.stall()
+    handle = source.trainer.publish_nowait(1)
+    assert stall.came.wait(10.0)
+    leader = server.leader
+    assert isinstance(leader, VLLMIpcBridge)
+    leader.stop()
+    eventually(lambda: "is closed while others may read for it" in caplog.text, 30.0)
+    (seat,) = leader._seats
+    assert seat.holding
+    assert not handle.result(20.0).ok
+    assert not handle.released.done
+    # Its process would end now. That of this test goes on.
+    with seat._connection.mutex:
+        seat._connection.abandon()
+    handle.released.wait(20.0)
 
 
 def test_a_tensor_that_a_server_does_not_know_is_named_and_may_be_taken_back(
@@ -530,37 +486,3 @@ def test_the_command_leads_stock_servers_until_it_is_told_to_end(
     said = capfd.readouterr().err
     assert "cannot be seen from here" in said
     assert "Traceback" not in said
-
-
-@pytest.mark.program
-def test_a_bridge_that_was_killed_in_an_update_is_started_again_and_repairs_the_server(
-    source: Source, url: str, segments: Segments
-) -> None:
-    server = FakeStockVLLM(segments)
-    server.start()
-    program = [sys.executable, "-P", "-m", "tensorlease.cli", "bridge", "vllm", "--channel=policy"]
-    words = ["--mode=ipc", f"--url={server.url}", f"--endpoint={url}"]
-    bridge = subprocess.Popen([*program, *words])
-    stall = server.stall()
-    try:
-        source.trainer.wait_ready(timeout=30.0)
-        handle = source.trainer.publish_nowait(1)
-        assert stall.came.wait(20.0)
-        bridge.kill()
-        bridge.wait()
-        result = handle.finished.wait(20.0)
-        assert [each.fate for each in result.receivers.values()] == [Fate.LOST]
-        assert server.paused
-        handle.released.wait(20.0)
-        eventually(lambda: not source.trainer.replicas)
-        bridge = subprocess.Popen([*program, *words])
-        stall.go.set()
-        assert source.publish(2).ok
-        assert at(server, 2)
-        bridge.terminate()
-        assert bridge.wait(20.0) == 0
-    finally:
-        stall.go.set()
-        bridge.kill()
-        bridge.wait()
-        server.die()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tensorlease.agents import core as agent
 from tensorlease.agents import trainer_core as tc
 from tensorlease.agents import work as jobs
+from tensorlease.agents.relay_core import RelayCore
 from tensorlease.protocol.records import (
     Code,
     OfferRef,
@@ -195,6 +196,9 @@ class Apps(Base):
                 self._plan(app)
             case jobs.UnmapWork():
                 core.unmapped()
+            case jobs.UnreadWork():
+                assert isinstance(core, RelayCore)
+                core.found_out(True)
             case _:
                 raise AssertionError(job)
         promises.check_hooks(app)

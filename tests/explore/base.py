@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from tensorlease.agents import core as agent
 from tensorlease.agents import work as jobs
+from tensorlease.agents.relay_core import RelayCore
 from tensorlease.agents.trainer_core import TrainerCore
 from tensorlease.agents.worker_core import WorkerCore
 from tensorlease.broker.ledger import Ledger, Settings
@@ -15,6 +18,7 @@ from tensorlease.protocol import messages as m
 from tensorlease.protocol.records import (
     Distribution,
     Durations,
+    LiveNote,
     Process,
 )
 
@@ -95,9 +99,12 @@ class Base:
         device = f"cpu:{place % shape.trainers}" if shape.colocated else "cpu:0"
         pid = 257 + (index if index >= shape.channels * shape.workers else place)
         me = _identity(f"b{index:x}", pid, channel, device)
-        if shape.together:
-            return WorkerApp(core=WorkerCore(me, "engine", place, shape.workers))
-        return WorkerApp(core=WorkerCore(me, f"engine{place}", 0, 1))
+        seat = ("engine", place, shape.workers) if shape.together else (f"engine{place}", 0, 1)
+        if not shape.relays:
+            return WorkerApp(core=WorkerCore(me, *seat))
+        # Each server has processes of its own, whoever leads it.
+        readers = [Process(513 + place, 1)] if shape.relays == "named" else []
+        return WorkerApp(core=RelayCore(me, *seat, readers=readers))
 
     def settle_quietly(self) -> None:
         """Lets everyone join and plan before anything is published or goes wrong."""
@@ -153,6 +160,11 @@ class Base:
                     self.watched.add(effect.instance)
                     if not self.agents()[self.index_of(effect.instance)].alive:
                         self.unnoticed.add(effect.instance)
+                case fx.WatchReaders():
+                    watched = self.worker_of(effect.instance)
+                    assert watched is not None
+                    self._touch(effect.instance)
+                    watched.readers_watched = bool(effect.readers)
                 case fx.Kill():
                     index = self._touch(effect.instance)
                     if self.agents()[index].alive:
@@ -186,7 +198,16 @@ class Base:
         settings = Settings(
             _durations(self.shape.silent_s), window=8, kill_stuck=self.shape.kill_stuck
         )
-        self.ledger = Ledger(f"{self.runs:016x}", settings, now=self.now, expected=expected)
+        notes = {
+            app.core.me.instance: msgspec.msgpack.decode(app.core.live_note, type=LiveNote)
+            for app in self.workers
+            if app.core.me.instance in expected and app.core.live_note
+        }
+        self.ledger = Ledger(
+            f"{self.runs:016x}", settings, now=self.now, expected=expected, relays_noted=notes
+        )
+        for app in self.workers:
+            app.readers_watched = False
         self.unnoticed = set(fallen)
         self.watched.clear()
         for link in self.links:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tensorlease.agents import work as jobs
 from tensorlease.protocol import messages as m
 
 from .apps import Apps
@@ -32,6 +33,10 @@ class Faults(Apps):
         self.dirty.add(index)
         app.alive = False
         if isinstance(app, WorkerApp):
+            job = app.core.running
+            if self.shape.relays and app.reading is not None and isinstance(job, jobs.CopyWork):
+                batch = job.batch
+                app.orphaned = (batch.trainer, batch.call, batch.seq, tuple(batch.buffers))
             app.core.running = None
         self.links[index].down.clear()
         self.links[index].late_down.clear()
@@ -44,6 +49,21 @@ class Faults(Apps):
         self.links[index].open = False
         self.links[index].up.clear()
         self.run(self.ledger.gone(instance, "killed", self.now))
+
+    def read_out(self, index: int) -> None:
+        """What was read for a worker that has died has been read."""
+        self.workers[index].orphaned = None
+
+    def readers_end(self, index: int) -> None:
+        """Who read for a worker that has died has ended, whatever it was at."""
+        app = self.workers[index]
+        app.orphaned, app.readers_ended = None, True
+
+    def notice_readers(self, index: int) -> None:
+        assert self.ledger is not None
+        app = self.workers[index]
+        app.readers_watched = False
+        self.run(self.ledger.readers_gone(app.core.me.instance, "ended", self.now))
 
     def heir_trainer(self, index: int) -> None:
         """A rank that was restarted joins its group again."""

@@ -58,6 +58,8 @@ class Shape:
     repeats: int = 0
     stops: int = 0
     leaves: int = 0
+    # Workers are relays: what reads for one that dies goes on, and can be named ("named"), or not.
+    relays: str = ""
     # New instances that take the place of a dead (or stopped) one.
     trainer_heirs: int = 0
     worker_heirs: int = 0
@@ -150,6 +152,11 @@ class WorkerApp(App):
     # (rank, seq) -> the version whose bytes were read; None: bytes changed while it read.
     staged: dict[tuple[int, int], int | None] = field(default_factory=dict)
     reading: int | None = None
+    # What is read for it still, though it has died: the batch (trainer, call, seq) and its buffers.
+    orphaned: tuple[str, int, int, tuple[int, ...]] | None = None
+    # Who read for it has ended too; and the broker waits for that.
+    readers_ended: bool = False
+    readers_watched: bool = False
     # Rounds whose commit hook succeeded.
     committed: dict[tuple[str, int], int] = field(default_factory=dict)
     hooks: list[str] = field(default_factory=list)

@@ -21,6 +21,11 @@ DECIDED = (Outcome.COMMITTED, Outcome.MIXED)
 def check_write(world: Base, app: TrainerApp, buffer: int) -> None:
     """P1: whoever reads this buffer now reads for a round that can never commit."""
     for worker in world.workers:
+        if worker.orphaned is not None:
+            trainer, call, _, buffers = worker.orphaned
+            mine = trainer == app.core.me.instance and buffer in buffers
+            if mine and call not in app.licensed:
+                raise Violation(f"P1: buffer {buffer} is written while a relay's readers read it")
         job = worker.core.running
         if not worker.alive or worker.reading is None or not isinstance(job, jobs.CopyWork):
             continue
@@ -33,6 +38,8 @@ def check_write(world: Base, app: TrainerApp, buffer: int) -> None:
 def check_release(world: Base, app: TrainerApp, call: int, seq: int) -> None:
     """P1: nobody reads the batch any more."""
     for worker in world.workers:
+        if worker.orphaned is not None and worker.orphaned[:3] == (app.core.me.instance, call, seq):
+            raise Violation(f"P1: batch {seq} of call {call} released under a relay's readers")
         running = worker.core.running
         if worker.alive and worker.reading is not None and isinstance(running, jobs.CopyWork):
             batch = running.batch
@@ -271,8 +278,10 @@ def check_base_line(world: Base) -> None:
     for app in world.agents():
         if app.alive and app.turned_away is None:
             raise Violation(f"P2: {app.core.me.instance} waits for the answer to its goodbye")
-    if state.peers or state.mappings or state.gone or state.expected:
-        raise Violation(f"P7: left over: {list(state.peers)} {state.mappings} {state.gone}")
+    if state.peers or state.mappings or state.gone or state.expected or state.relays:
+        raise Violation(
+            f"P7: left over: {list(state.peers)} {state.mappings} {state.gone} {state.relays}"
+        )
     for channel in state.channels.values():
         if channel.rounds or channel.replicas or channel.group is not None:
             raise Violation(f"P7: left over: {list(channel.rounds)} {channel.replicas}")

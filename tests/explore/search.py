@@ -48,7 +48,6 @@ class Freezer:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._agents = world.agents()
         # Equal parts are one object, so that they are compared and hashed fast.
         self._same: dict[bytes, bytes] = {}
         # What the world is, as long as nobody acts in it.
@@ -59,7 +58,7 @@ class Freezer:
         """Returns the world as it is; parts that nothing touched are taken over."""
         world, old = self.world, self._now
         dirty, world.dirty = world.dirty, set()
-        count = len(self._agents)
+        count = len(world.links)
         if not old:
             dirty = set(range(count))
         parts = [
@@ -80,12 +79,24 @@ class Freezer:
 
     def _misc(self) -> bytes:
         world = self.world
-        alive = [app.alive for app in self._agents]
-        misc = (world.now, world.runs, world.budget, world.unnoticed, world.lock, alive)
+        alive = [app.alive for app in world.agents()]
+        fresh = [i for i, at in sorted(world.asked.items()) if at == world.changes]
+        known = (world.inherited, world.watched, world.inside)
+        heirs = (fresh, *map(sorted, known)) if world.shape.worker_heirs else None
+        misc = (world.now, world.runs, world.budget, world.unnoticed, world.lock, heirs, alive)
         return pickle.dumps(misc, 5)
 
+    def _thaw_misc(self, part: bytes) -> None:
+        world = self.world
+        misc = pickle.loads(part)
+        world.now, world.runs, world.budget, world.unnoticed, world.lock, heirs, _ = misc
+        if heirs is not None:
+            fresh, *known = heirs
+            world.asked = {i: world.changes - (i not in fresh) for i in range(len(world.links))}
+            world.inherited, world.watched, world.inside = map(set, known)
+
     def _app(self, index: int) -> bytes:
-        app = self._agents[index]
+        app = self.world.agents()[index]
         core = app.core
         told: dict[int, RoundResult] = {}
         queue: list[tuple[str, jobs.Work]] = []
@@ -110,9 +121,8 @@ class Freezer:
                     world.ledger = Ledger(state.epoch, state.settings, now=0.0)
                 world.ledger.book.state = state
         if frozen[1] is not now[1]:
-            misc = pickle.loads(frozen[1])
-            world.now, world.runs, world.budget, world.unnoticed, world.lock, _ = misc
-        for index in range(len(self._agents)):
+            self._thaw_misc(frozen[1])
+        for index in range(len(world.links)):
             if frozen[2 + 2 * index] is not now[2 + 2 * index]:
                 self._thaw_app(index, frozen[2 + 2 * index])
             if frozen[3 + 2 * index] is not now[3 + 2 * index]:
@@ -120,7 +130,7 @@ class Freezer:
         self._now = frozen
 
     def _thaw_app(self, index: int, part: bytes) -> None:
-        app = self._agents[index]
+        app = self.world.agents()[index]
         fast, rest = _decode_pair(part)
         app.core.effects.clear()
         vars(app).update(pickle.loads(rest))
@@ -286,7 +296,7 @@ class Fingerprints:
         return session, state, work, is_running, app
 
 
-_LEDGERS = ("up", "connect", "drop", "notice")
+_LEDGERS = ("up", "connect", "drop", "notice", "notice readers")
 """What the ledger takes in."""
 
 

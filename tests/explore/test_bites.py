@@ -48,6 +48,10 @@ def test_a_round_without_its_least_replicas_fails_instead_of_committing_nothing(
     assert outcomes(go(shape, "kill worker 0, notice 1, publish 0")) == [Outcome.FAILED]
 
 
+def test_what_is_read_for_a_relay_that_has_died_keeps_its_lease() -> None:
+    assert walk(Shape("relay", workers=1, relays="named", worker_deaths=1)) > 200
+
+
 def test_who_gets_batch_by_batch_commits_with_who_gets_all_at_once() -> None:
     world = go(
         Shape("one by one", batches=2),
@@ -85,6 +89,15 @@ def test_who_was_put_out_and_still_reads_is_known_after_a_restart() -> None:
         Shape("listed", workers=1, broker_deaths=1, expulsions=1),
         "publish 0, up 0, down 1, work 0, up 1, down 0, up 0, expel 0, kill broker 0, "
         "start broker 0, down 1, work 0, connect 1, down 1, down 0, connect 0, down 0, down 0",
+    )
+    assert outcomes(world) == [Outcome.FAILED]
+
+
+def test_a_new_broker_takes_no_dead_relays_free_lock_for_the_end_of_what_is_read() -> None:
+    world = go(
+        Shape("noted", workers=1, relays="named", broker_deaths=1, worker_deaths=1),
+        "publish 0, up 0, down 1, work 0, up 1, down 0, up 0, kill broker 0, start broker 0, "
+        "down 1, work 0, kill worker 0, notice 1, connect 0, down 0, down 0, down 0",
     )
     assert outcomes(world) == [Outcome.FAILED]
 

@@ -85,6 +85,7 @@ def shapes(draw: st.DrawFn, channels: int = 1) -> Shape:
         stops=draw(few),
         leaves=draw(few),
         trainer_heirs=draw(few),
+        relays=draw(st.sampled_from(["", "named"])),
         worker_heirs=draw(some),
         late=draw(st.booleans()),
         silent_s=draw(st.sampled_from([80_000, 8])),

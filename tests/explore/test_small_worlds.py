@@ -25,6 +25,9 @@ WORLDS = [
     (Shape("misread, broker dies", workers=1, misreads=1, broker_deaths=1), 700),
     (Shape("session drops", workers=1, drops=1), 200),
     (Shape("broker dies", workers=1, broker_deaths=1), 700),
+    (Shape("relay dies", relays="named", worker_deaths=1, victim=0), 900),
+    (Shape("relay dies, one replica", together=True, relays="named", worker_deaths=1), 1200),
+    (Shape("relay dies, heir", workers=1, relays="unnamed", worker_deaths=1, worker_heirs=1), 900),
 ]
 
 

@@ -28,6 +28,9 @@ MOVES = frozenset(
         "late up",
         "late down",
         "bye",
+        "read out",
+        "readers end",
+        "notice readers",
     }
 )
 """What goes on by itself; all else is time or a fault."""
@@ -36,7 +39,9 @@ from .faults import Faults
 
 _EVERYONE = ("start broker", "kill broker", "tick", "expel")
 
-_WORKERS = ("work", "fail", "misread", "kill worker", "heir worker")
+_READERS = ("read out", "readers end", "notice readers")
+
+_WORKERS = ("work", "fail", "misread", "kill worker", "heir worker", *_READERS)
 
 _BY_ITSELF = ("work", "fail", "misread", "down", "kill worker", "publish", "void", "kill trainer")
 
@@ -66,8 +71,12 @@ class World(Faults):
             if ledger is not None and self._can_connect(app, link):
                 found.append(("connect", index))
         for index, worker in enumerate(self.workers):
+            if self.shape.relays and not worker.alive:
+                self._add_readers(found, index, worker)
             if not worker.acts:
                 continue
+            if isinstance(job_of(worker), jobs.UnreadWork) and self._is_read_for_others(worker):
+                continue  # Those whom it asks do not answer before they are done.
             if (worker.core.queue or worker.core.running) and not worker.said_bye:
                 found.append(("work", index))
             elif worker.leaving and not worker.said_bye:
@@ -83,6 +92,22 @@ class World(Faults):
                 found.append(("tick", 0))
         self._add_faults(found)
         return found
+
+    def _add_readers(self, found: list[Action], index: int, worker: WorkerApp) -> None:
+        """What those do that read for a worker that has died."""
+        if worker.orphaned is not None:
+            found.append(("read out", index))
+        mortal = self.shape.relays == "named" and worker.core.session.number
+        if mortal and not worker.readers_ended:
+            found.append(("readers end", index))
+        if worker.readers_ended and worker.readers_watched and self.ledger is not None:
+            found.append(("notice readers", index))
+
+    def _is_read_for_others(self, heir: WorkerApp) -> bool:
+        return any(
+            app.orphaned is not None and app.core.replica == heir.core.replica
+            for app in self.workers
+        )
 
     def _add_faults(self, found: list[Action]) -> None:
         budget, ledger = self.budget, self.ledger

@@ -48,6 +48,13 @@ def living(processes: Sequence[Process]) -> list[int]:
     return left
 
 
+def are_over(processes: Sequence[Process]) -> bool:
+    """Whether all of these have ended; of those in another PID namespace that cannot be seen."""
+    if any(process.namespace != _namespace("self") for process in processes):
+        return False
+    return not living(processes)
+
+
 def _listening(port: int) -> set[str]:
     """Returns what /proc calls the sockets that listen at a port."""
     found: set[str] = set()
@@ -91,10 +98,13 @@ def _engines(pid: int) -> Process | None:
     try:
         if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(TITLE):
             return None
-        namespace = os.stat(f"/proc/{pid}/ns/pid").st_ino
-        return Process(pid, start_time_ticks(_stat(pid)), namespace)
+        return Process(pid, start_time_ticks(_stat(pid)), _namespace(pid))
     except (OSError, ValueError):
         return None
+
+
+def _namespace(pid: int | str) -> int:
+    return os.stat(f"/proc/{pid}/ns/pid").st_ino
 
 
 def _pids() -> list[int]:

@@ -13,20 +13,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 from tensorlease.agents import RoundInfo
+from tensorlease.agents.errors import StillReadError
 from tensorlease.agents.relay import RelayWorker
 from tensorlease.protocol.errors import ConfigError, TensorleaseError
-from tensorlease.protocol.records import Process
+from tensorlease.protocol.records import Orphan, Process
 from tensorlease.protocol.tables import Buffer
 
 from . import vllm_bridge as base
 from .meeting import Meeting
 from .member import UpdateError
-from .readers import living, readers_of
+from .readers import are_over, living, readers_of
 from .vllm_bridge import VLLMBridge
 from .vllm_server import ServerError, VLLMServer
 from .vllm_wire import Info, Spot, merged, nothing_of, packed, runs, unpacked
@@ -39,6 +40,8 @@ ONCE: Final = (
     " start the bridge with --packed"
 )
 CLOSE_S: Final = 5.0
+LEFT_CALLS: Final = 2
+"""An update that one worker has refused, and the call that was to finish it."""
 
 log = logging.getLogger("tensorlease.engines")
 
@@ -136,6 +139,8 @@ class VLLMIpcBridge(VLLMBridge):
             endpoint=self._endpoint,
             device=self._devices[place],
             once="" if self._packed else ONCE,
+            readers=self._readers,
+            find_out=None if place else self._find_out,
         )
         return seat
 
@@ -210,7 +215,11 @@ class VLLMIpcBridge(VLLMBridge):
         self._ask("/update_weights", {"update_info": merged(infos)})
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> None:
-        """Asks the server for what reads; returns, or raises, when nothing is read any more."""
+        """Asks the server for what reads; returns, or raises, when nothing is read any more.
+
+        Raises:
+            StillReadError: It may be, and this bridge is to end.
+        """
         try:
             self.server.post(path, body, self._update_s)
         except ServerError as error:
@@ -222,25 +231,53 @@ class VLLMIpcBridge(VLLMBridge):
     def _await_idle(self, error: ServerError) -> None:
         """Waits until a server that has not answered cannot be reading any more.
 
-        Its workers do one thing after another: what answers after an update shows its end. Not
-        longer than another update's time when this bridge is to end.
+        Not longer than another update's time when this bridge is to end.
         """
         deadline = time.monotonic() + self._update_s
         log.error("%s: its replica keeps what it may be reading until that is over", error)
         while not (self._ending.is_set() and time.monotonic() > deadline):
-            absent = False
-            try:
-                self.server.post("/finish_weight_update", None, base.CONTROL_S)
-                return
-            except ServerError as answer:
-                if answer.refused:
-                    return
-                absent = answer.absent
-            if absent and not living(self._readers):
+            problem = self._is_busy()
+            if problem is None or (problem.absent and not living(self._readers)):
                 return
             time.sleep(base.LOOK_S / 10)
-        log.error(
-            "%s may still be reading the memory of a trainer, and this bridge ends (pids %s)",
-            self.server.url,
-            ", ".join(map(str, living(self._readers))) or "not known",
-        )
+        pids = ", ".join(map(str, living(self._readers))) or "not known"
+        raise StillReadError(
+            f"{error}; it may still be reading the memory of a trainer, and this bridge ends"
+            f" (pids {pids}): the broker keeps that memory until they have ended, or the next"
+            " bridge has found out that they are done"
+        ) from None
+
+    def _find_out(self, orphans: list[Orphan], matters: Callable[[], bool]) -> bool:
+        """Waits until nothing reads any more for bridges of this server that were killed.
+
+        What is no process of this server, but of one that it has replaced, must have ended.
+        """
+        own = set(self._readers)
+        others = [p for orphan in orphans for p in orphan.readers if p not in own]
+        log.info("%s: waits for the end of what it was at for a former bridge", self.server.url)
+        while matters() and not self._ending.is_set():
+            if are_over(others) and self._is_busy() is None:
+                log.info("%s: has done what it was at for a former bridge", self.server.url)
+                return True
+            self._ending.wait(base.LOOK_S / 10)
+        return False
+
+    def _is_busy(self) -> ServerError | None:
+        """Asks the server for what shows that its workers read nothing; None: they do not.
+
+        They do one thing after another, and keep nothing of an update that was finished, or that
+        none of them has open; one that is on its way to them still is refused then. Once one has
+        raised, vLLM waits for no other, and takes what they answer later for their answers to the
+        next call: hence as many more calls as may have been left so, which nobody refuses.
+        """
+        try:
+            self.server.post("/finish_weight_update", None, base.CONTROL_S)
+        except ServerError as error:
+            if not error.refused:
+                return error
+        try:
+            for _ in range(LEFT_CALLS + 1 if len(self._devices) > 1 else 1):
+                self._init()
+        except ServerError as error:
+            return error
+        return None

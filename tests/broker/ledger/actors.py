@@ -16,6 +16,7 @@ from tensorlease.protocol.records import (
     Distribution,
     Fate,
     LeaseNote,
+    LiveNote,
     OfferRef,
     Outcome,
     Process,
@@ -330,10 +331,12 @@ class Member(Agent):
         self.committed: CommitNote | None = None
         self.note = NOTHING_TAKEN
         self.prepare: m.Prepare | None = None
+        # Of a relay: who reads for it.
+        self.readers: list[Process] | None = None
 
     @property
     def id(self) -> ReceiverId:
-        return ReceiverId(self.instance, self.replica, self.member, self.processes)
+        return ReceiverId(self.instance, self.replica, self.member, self.processes, self.readers)
 
     def hello_message(
         self,
@@ -364,7 +367,26 @@ class Member(Agent):
             [RoundRef(*key) for key in out],
             list(mappings),
             self.note,
+            readers=self.readers,
         )
+
+    def note_of(self) -> LiveNote:
+        """Returns what its live file says, if it is a relay."""
+        pid, readers = self.processes[0].pid, self.readers
+        assert readers is not None
+        return LiveNote(self.channel, self.replica, self.member, pid, readers)
+
+    def readers_gone(self, how: str = "ended") -> None:
+        """All that read for it are provably gone."""
+        self.desk.feed(self.desk.ledger.readers_gone(self.instance, how, self.desk.now))
+
+    def unread(self, *others: Member) -> None:
+        """Says that nothing reads for these any more."""
+        self.say(m.Unread(self.session, [other.instance for other in others]))
+
+    def orphans(self) -> list[str]:
+        """Returns the instances of which it was told last that they may be read for."""
+        return [orphan.instance for orphan in self.last(m.Orphans).orphans]
 
     def hello(
         self,

@@ -20,7 +20,7 @@ from tensorlease.broker.ledger import effects as fx
 from tensorlease.broker.ledger.state import AnyState, Cause, Channel, Receiver, Round
 from tensorlease.protocol import codec
 from tensorlease.protocol import messages as m
-from tensorlease.protocol.records import Code, Distribution
+from tensorlease.protocol.records import Code, Distribution, LiveNote, Process
 
 from .actors import Agent, Member, Rank
 
@@ -52,10 +52,21 @@ class Desk:
         self.codes: set[Code] = set()
         self.ledger = self._run()
 
-    def _run(self, expected: Sequence[str] = (), recover: bool = False) -> Ledger:
+    def _run(
+        self,
+        expected: Sequence[str] = (),
+        recover: bool = False,
+        notes: dict[str, LiveNote] | None = None,
+    ) -> Ledger:
         self.runs += 1
+        epoch = f"{self.runs:016x}"
         return Ledger(
-            f"{self.runs:016x}", self.settings, now=self.now, expected=expected, recover=recover
+            epoch,
+            self.settings,
+            now=self.now,
+            expected=expected,
+            recover=recover,
+            relays_noted=notes,
         )
 
     def configure(self, settings: Settings) -> None:
@@ -64,9 +75,18 @@ class Desk:
         self.settings = settings
         self.ledger = self._run()
 
-    def restart(self, *expected: Rank | Member | str, recover: bool = False) -> None:
-        """The broker dies with all that it knew; the next one expects these agents."""
-        self.ledger = self._run([_name(agent) for agent in expected], recover)
+    def restart(
+        self,
+        *expected: Rank | Member | str,
+        recover: bool = False,
+        noted: Sequence[Member] = (),
+    ) -> None:
+        """The broker dies with all that it knew; the next one expects these agents.
+
+        noted: Relays whose live files say that others read for them.
+        """
+        notes = {member.instance: member.note_of() for member in noted}
+        self.ledger = self._run([_name(agent) for agent in expected], recover, notes)
 
     # ------------------------------------------------------------ agents
 
@@ -105,11 +125,14 @@ class Desk:
         version: int = 0,
         pid: int | None = None,
         joined: bool = True,
+        readers: Sequence[int] | None = None,
     ) -> Member:
         """Returns a worker that has joined."""
         instance = self._instance()
         agent = Member(self, instance, channel, host, device, pid, replica, member, of)
         agent.version = version
+        if readers is not None:
+            agent.readers = [Process(reader, 9) for reader in readers]
         self.agents[instance] = agent
         if joined:
             agent.hello()
