@@ -65,6 +65,8 @@ class FakeVLLM:
         self.label = "default"
         self.paused = False
         self.active = False
+        # So many times it keeps prefixes of prompts, though asked to let requests go as well.
+        self.keeps = 0
         # What sleeps: "weights", "kv_cache".
         self.sleeping: set[str] = set()
 
@@ -188,7 +190,8 @@ class FakeVLLM:
                 self.label = body.get("weight_version") or self.label
                 return {"message": "Weight update finished"}
             case "/reset_prefix_cache":
-                return None
+                self.keeps -= bool(self.keeps) and "reset_running_requests" in query
+                return {"success": not self.keeps}
             case _:
                 raise Refused(404, "Not Found")
 

@@ -120,6 +120,23 @@ def test_a_server_is_paused_updated_and_goes_on_with_the_rounds_version(
         assert at(server, version)
 
 
+def test_prefixes_that_are_held_are_dropped_or_the_server_does_not_answer_by_them(
+    source: Source, led: Led
+) -> None:
+    server = led("a")
+    server.keeps = 1
+    assert source.publish(1).ok
+    assert at(server, 1)
+    assert server.calls.count("/reset_prefix_cache") == 2
+    server.keeps = 2
+    result = source.publish(2)
+    assert result.receivers["a/0"].fate is Fate.TORN
+    assert "worked out with the old weights" in result.receivers["a/0"].reason
+    assert server.paused
+    assert source.publish(3).ok
+    assert at(server, 3)
+
+
 def test_a_server_may_come_after_the_bridge_and_come_again(source: Source, led: Led) -> None:
     server = led("a", there=False)
     server.start()

@@ -268,8 +268,7 @@ class VLLMBridge:
         assert update is not None
         update.result(self._update_s + MARGIN_S)
         server.post("/finish_weight_update", {"weight_version": str(info.version)}, CONTROL_S)
-        # What it has worked out for the beginnings of prompts is of the old weights.
-        server.post("/reset_prefix_cache", None, CONTROL_S)
+        forget_prefixes(server, CONTROL_S)
         self._half = False
         self.hold.end()
 
@@ -297,3 +296,24 @@ class VLLMBridge:
             except ServerError:
                 pass  # The round says why.
             return
+
+
+def forget_prefixes(server: ControlledServer, limit_s: float) -> None:
+    """Drops what a server has worked out for the beginnings of prompts: it is of the old weights.
+
+    Raises:
+        ServerError: It keeps some: it must not answer by them.
+    """
+    answer = server.post("/reset_prefix_cache", None, limit_s)
+    if _kept(answer):  # By requests that are held: they are worked out again.
+        answer = server.post("/reset_prefix_cache", None, limit_s, reset_running_requests="true")
+    if _kept(answer):
+        raise ServerError(
+            f"{server.url}/reset_prefix_cache: the server keeps prefixes of prompts that were worked"
+            " out with the old weights",
+            refused=True,
+        )
+
+
+def _kept(answer: object) -> bool:
+    return isinstance(answer, dict) and answer.get("success") is False

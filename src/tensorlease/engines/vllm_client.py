@@ -93,7 +93,7 @@ class ClientServer:
             path: The endpoint.
             body: What it is given.
             timeout: Limit in seconds.
-            query: Not used.
+            query: Its parameters, where that is not the client's.
         """
         client, given = self._client, body or {}
         match path:
@@ -108,9 +108,10 @@ class ClientServer:
             case "/finish_weight_update":
                 self._call(path, lambda: self._finish(given.get("weight_version")), timeout)
             case "/reset_prefix_cache" if self._server is not None:
-                self._server.post(path, None, timeout)
+                return self._server.post(path, None, timeout, **query)
             case _:
                 pass
+        return None
 
     def _finish(self, version: str | None) -> None:
         finish: Callable[..., None] = self._client.finish_weight_update

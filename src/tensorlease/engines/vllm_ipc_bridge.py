@@ -172,8 +172,7 @@ class VLLMIpcBridge(VLLMBridge):
             self._last = []
         else:
             server.post("/update_weight_version", {"new_version": version}, base.CONTROL_S)
-        # What it has worked out for the beginnings of prompts is of the old weights.
-        server.post("/reset_prefix_cache", None, base.CONTROL_S)
+        base.forget_prefixes(server, base.CONTROL_S)
         self._half = False
         self.hold.end()
 
