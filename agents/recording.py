@@ -449,7 +449,10 @@ class Recorder:
         for note in memory.notes:
             if note.dtype.itemsize == tensor.element_size() and apart(span, note.written):
                 kept.append(note)
-            elif set(by) != {note.name} or carried(note.written, span.offset, frame) is None:
+            elif carried(note.written, span.offset, frame) is None:
+                why = "something else is written where it was copied to"
+                memory.computed.setdefault(note.name, why)
+            elif set(by) != {note.name}:
                 memory.overwritten.add(note.name)
         memory.notes = kept
 

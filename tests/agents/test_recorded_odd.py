@@ -66,6 +66,16 @@ def test_a_tensor_whose_place_elsewhere_is_overlapped() -> None:
     require_same(load, {"w": torch.zeros(4), "v": torch.zeros(4)}, {"a": a}, {"a": -a})
 
 
+def test_a_tensor_of_the_loader_of_which_a_part_is_written_over() -> None:
+    def load(mine: Named, given: Named) -> None:
+        joined = torch.cat([given["a"], given["a"]])
+        joined[3:5].copy_(given["a"][:2])
+        mine["w"].copy_(joined[:3])
+
+    a = numbers(4)
+    require_same(load, {"w": torch.zeros(3)}, {"a": a}, {"a": -a})
+
+
 def test_a_conjugate_that_torch_makes_when_it_copies() -> None:
     def load(mine: Named, given: Named) -> None:
         mine["w"].copy_(given["a"].conj())
