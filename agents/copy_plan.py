@@ -219,7 +219,15 @@ class CopyPlan:
             return None
         if any(lane.boxes for lane in ready.lanes):
             return None
-        return Begun([lane.runs.begin() for lane in ready.lanes], ready)
+        events: list[torch.cuda.Event] = []
+        try:
+            for lane in ready.lanes:
+                events.append(lane.runs.begin())
+        except BaseException:
+            for event in events:  # Nobody else would wait for these.
+                event.synchronize()
+            raise
+        return Begun(events, ready)
 
     def _taken(
         self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]
