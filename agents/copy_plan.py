@@ -221,8 +221,7 @@ class CopyPlan:
             return None
         events: list[torch.cuda.Event] = []
         try:
-            for lane in ready.lanes:
-                events.append(lane.runs.begin())
+            events.extend(lane.runs.begin() for lane in ready.lanes)
         except BaseException:
             for event in events:  # Nobody else would wait for these.
                 event.synchronize()

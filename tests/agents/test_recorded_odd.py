@@ -209,27 +209,25 @@ def test_a_loader_that_clears_all_before_it_loads() -> None:
     assert recorded.fallback.keys() == {"a", "b"}
 
 
-class Wrapped(torch.Tensor):
+def wrapped(inner: Any) -> Any:
     """A tensor that has its values in another, as those of quantising libraries."""
 
-    inner: Any
+    class Wrapped(torch.Tensor):  # type: ignore[misc, name-defined]
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            plain = [each.inner if isinstance(each, Wrapped) else each for each in args]
+            func(*plain, **(kwargs or {}))
+            return args[0]
 
-    @staticmethod
-    def __new__(cls, inner: Any) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = [each.inner if isinstance(each, Wrapped) else each for each in args]
-        func(*plain, **(kwargs or {}))
-        return args[0]
+    made = torch.Tensor._make_wrapper_subclass(Wrapped, inner.shape, dtype=inner.dtype)
+    made.inner = inner
+    return made
 
 
 def test_a_parameter_that_is_no_plain_tensor() -> None:
-    model = Model(lambda mine, given: mine["w"].copy_(given["a"]), w=Wrapped(torch.zeros(4)))
+    model = Model(lambda mine, given: mine["w"].copy_(given["a"]), w=wrapped(torch.zeros(4)))
     recorded = RecordedLoad(model.load_weights, lambda: model.mine)
     assert recorded.begin() is None
     recorded.load([("a", numbers(4))])
