@@ -299,9 +299,9 @@ class Recorder:
         memory.unwritten = False
         if not target.numel():
             return
-        self._written_to(memory)
         if source is not None:
             self._require_new(source)
+        self._written_to(memory)
         if source is not None and (source.unwritten or source.unseen):
             memory.unseen = True
         names = set() if source is None else source.names

@@ -108,8 +108,12 @@ def test_what_a_parameter_had_before() -> None:
         mine["w"].copy_(given["a"])
         mine["former"].add_(1)
 
+    def shift(mine: Named, given: Named) -> None:
+        mine["former"][1].copy_(mine["former"][0])
+        mine["former"][0].copy_(given["a"][0])
+
     parameters, a = {"w": torch.zeros(4), "former": torch.zeros(4)}, numbers(4)
-    for load in (keep, count):
+    for load in (keep, count, shift):
         recorded = require_same(load, parameters, {"a": a}, {"a": -a}, {"a": a})
         assert "had before" in recorded.fallback["a"]
 
