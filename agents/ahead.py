@@ -56,4 +56,6 @@ class Ahead:
     def wait(self) -> None:
         """Waits until all of them are done; it counts for nothing."""
         while self._begun:
-            self._begun.popitem()[1].wait()
+            key, begun = next(iter(self._begun.items()))
+            begun.wait()  # An interrupt before its end leaves it here.
+            self._begun.pop(key, None)

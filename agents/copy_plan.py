@@ -226,7 +226,14 @@ class CopyPlan:
         ready = self._known(source, taken, memories)
         if ready is None:
             return None
-        return Begun([lane.runs.begin() for lane in ready.lanes], ready)
+        events: list[torch.cuda.Event] = []
+        try:
+            events.extend(lane.runs.begin() for lane in ready.lanes)
+        except BaseException:
+            for event in events:  # Nobody else would wait for these.
+                event.synchronize()
+            raise
+        return Begun(events, ready)
 
     def _taken(
         self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]

@@ -51,9 +51,15 @@ class DeviceRuns:
         lock, (main, *_) = _lanes(self._ordinal)
         with lock:
             _follow(self._ordinal, main)
-            self.issue()
-            event = _make_event()
-            event.record(main)
+            try:
+                self.issue()
+                event = _make_event()
+                event.record(main)
+            except BaseException:
+                # Nobody could wait for what was issued.
+                with driver.context(self._ordinal):
+                    driver.synchronize(main.cuda_stream)
+                raise
         return event
 
     def issue(self) -> None:
@@ -86,12 +92,14 @@ class DeviceRuns:
         used = _lanes(self._ordinal).streams[: len(self._lanes)]
         for stream in used[1:]:
             stream.wait_stream(main)
-        for stream, runs in zip(used, self._lanes, strict=True):
-            at = stream.cuda_stream
-            for target, source, nbytes in runs:
-                driver.copy_async(target, source, nbytes, at)
-        for stream in used[1:]:
-            main.wait_stream(stream)
+        try:
+            for stream, runs in zip(used, self._lanes, strict=True):
+                at = stream.cuda_stream
+                for target, source, nbytes in runs:
+                    driver.copy_async(target, source, nbytes, at)
+        finally:  # Also what was issued before one of them failed ends before the first lane does.
+            for stream in used[1:]:
+                main.wait_stream(stream)
 
 
 def copy_now(ordinal: int, run: Run) -> None:

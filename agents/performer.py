@@ -103,6 +103,7 @@ class Performer:
     def perform(self, work: Work) -> int | None:
         """Does a piece of work and reports it; returns the version that it committed."""
         self._begun = work
+        self._require_settled(work)
         calls = self._hooks_of(work)
         if calls is None:
             self._move(work)
@@ -121,6 +122,7 @@ class Performer:
     async def aperform(self, work: Work) -> int | None:
         """As `perform`: hooks may be coroutine functions, data is moved beside the event loop."""
         self._begun = work
+        self._require_settled(work)
         calls = self._hooks_of(work)
         if calls is None:
             # Goes on by itself, and reports, if this coroutine is cancelled.
@@ -146,6 +148,11 @@ class Performer:
                 if not isinstance(work, AbortWork):
                     break
         return self._report_hooks(work, error, start)
+
+    def _require_settled(self, work: Work) -> None:
+        """Waits for what GPUs still copy, though an interrupt has cut off who waited for it."""
+        if not isinstance(work, CopyWork) and self._intake.ahead:
+            self._intake.await_ahead()
 
     # ------------------------------------------------------------ hooks
 

@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 
 import torch
 from msgspec import Struct
-from torch.nn.parameter import is_lazy
 
 from ..protocol.regions import OverlapError, Region, covers
 from .casting import why_not
@@ -25,9 +24,9 @@ from .errors import TensorError
 from .hooks import describe
 from .marks import mark_of
 from .placement import NamedTensors, Placed, pairs_of
-from .recording import Memory, Note, Parameters, Recorder, view_of
+from .recording import Memory, Note, Parameters, Recorder, has_memory, view_of
 from .sink import AttachedTensors
-from .strides import Axis, Box, boxes_of
+from .strides import Axis, Box, apart, boxes_of
 
 log = logging.getLogger("tensorlease.agents")
 
@@ -210,7 +209,7 @@ class RecordedLoad:
         return tuple(
             Lie(name, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device)
             for name, t in self._parameters()
-            if not is_lazy(t) and not t.is_meta
+            if has_memory(t)
         )
 
     def _tell(self, recording: Recording) -> None:
@@ -255,6 +254,10 @@ class _Reviewed:
         self._brought: dict[str, set[tuple[tuple[Axis, ...], int]]] = {}
         gc.collect()  # What the loader has made may hang in cycles.
         located = recorder.locate()
+        recorder.look_back()
+        if recorder.decides:
+            for name in recorder.sources:
+                self._reasons.setdefault(name, recorder.decides)
         self._here: dict[int, tuple[torch.Tensor, Memory]] = {}
         for _, tensor, memory in located:
             self._here.setdefault(id(memory), (tensor, memory))
@@ -272,6 +275,8 @@ class _Reviewed:
         for name in recorder.sources:
             self._check_covered(name, placed[name])
         self._close()
+        if self._reasons:
+            self._spare()
         boxes = [box for name, of in placed.items() if name not in self._reasons for box in of]
         attached: AttachedTensors | None = None
         try:
@@ -313,7 +318,7 @@ class _Reviewed:
                 what = ", ".join(sorted(memory.parameters))
                 for name in memory.ever or self._recorder.sources:
                     self._reasons.setdefault(name, f"{what} is written by what cannot be seen")
-        elif memory.alive:
+        elif memory.alive or (memory.lent and memory.source is None):
             for name in memory.names:
                 why = "the model keeps something made of it that is none of its parameters"
                 self._reasons.setdefault(name, why)
@@ -373,6 +378,15 @@ class _Reviewed:
                 if region not in arrived and not _covers(name, region, arrived):
                     self._reasons[name] = f"{region} of it is loaded, and not all of that kept"
                     return
+
+    def _spare(self) -> None:
+        """Copies nothing to where the loader, which runs each time, writes something else first."""
+        for _, memory in self._here.values():
+            for note in memory.notes:
+                if any(not apart(each, note.written) for each in memory.constants):
+                    why = "the loader writes something else to where it is copied, before"
+                    self._reasons.setdefault(note.name, why)
+        self._close()
 
     def _close(self) -> None:
         """Takes with each name that is not copied all that shares a parameter, or a layer."""

@@ -36,7 +36,9 @@ _OVERWRITES: Final = {"aten::fill_", "aten::zero_"}
 """What leaves nothing of what was there before."""
 _MOVES_NOTHING: Final = {"aten::is_pinned", "aten::record_stream", "aten::set_"}
 # What hands out values, or where they lie, without an operation.
-_ESCAPES: Final = {"__array__", "__dlpack__", "data_ptr", "numpy", "tolist"}
+_ESCAPES: Final = {"__array__", "__dlpack__", "data_ptr", "numpy", "tolist", "untyped_storage"}
+# Of these, and of others, what may decide what Python does next.
+_DECIDES: Final = {"__array__", "__bool__", "__index__", "__int__", "numpy", "tolist"}
 
 _OWN: Final = ("aten.", "prim.", "prims.")
 
@@ -70,6 +72,8 @@ class Memory:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         # Keeps its number from being given to another, and not its bytes.
         self._watch: Final = watch(storage)
+        # Others have its bytes, perhaps longer than there is a storage.
+        self.lent: Final = not storage.resizable()
         self.source: str | None = None
         self.notes: list[Note] = []
         # Names, and why what they have brought here is no copy.
@@ -82,6 +86,9 @@ class Memory:
         # Nothing that was seen has written it; and: it got something from such memory.
         self.unwritten = False
         self.unseen = False
+        # Something was seen to write it; and where what was of no source.
+        self.seen = False
+        self.constants: list[Span] = []
         # The parameters that lie in it; and whether that was asked.
         self.parameters: set[str] = set()
         self.located = False
@@ -119,7 +126,15 @@ class Recorder:
         """Names that are not only copied, and why."""
         self.escaped: Final[set[str]] = set()
         """Names of which values went where they cannot be followed."""
-        self.locate()
+        self.decides = ""
+        """Why nothing can be repeated: what the loader does may be another thing next time."""
+        # A number that Python has read, and of which sources, until an operation is given it.
+        self._read: tuple[object, set[str]] | None = None
+        # What the parameters had before: memory that none is seen to write must have it after.
+        self._before: Final[list[tuple[Memory, torch.Tensor]]] = []
+        for _, tensor, memory in self.locate():
+            if not locate:
+                self._before.append((memory, mark_of(tensor.detach())))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -138,11 +153,21 @@ class Recorder:
         """Looks where the parameters lie now; returns those that have memory."""
         found: list[tuple[str, torch.Tensor, Memory]] = []
         for name, tensor in self._parameters():
-            if not is_lazy(tensor) and not tensor.is_meta:
+            if has_memory(tensor):
                 memory = self._memory(tensor)
                 memory.parameters.add(name)
                 found.append((name, tensor, memory))
         return found
+
+    def look_back(self) -> None:
+        """Looks for parameters that have changed, and that nothing was seen to write."""
+        self._settle()
+        now = {id(memory): tensor for _, tensor, memory in self.locate()}
+        for memory, mark in self._before:
+            tensor = now.get(id(memory))
+            if tensor is not None and not memory.seen and bool(mark_of(tensor.detach()) != mark):
+                memory.unseen = True
+                memory.ever |= self.escaped  # If it was one of these; else it may be any.
 
     @property
     def memories(self) -> list[Memory]:
@@ -158,9 +183,48 @@ class Recorder:
             self.escaped.add(name)
             self.reasons.setdefault(name, f"its values are taken by {how}")
 
+    def decide(self, tensors: Iterable[torch.Tensor], how: str) -> None:
+        """What Python does next may depend on the values of these."""
+        if names := self._names_in(tensors):
+            self._decided(names, how)
+
+    def _decided(self, names: Iterable[str], how: str) -> None:
+        if not self.decides:
+            first = ", ".join(sorted(names)[:3])
+            self.decides = f"what the loader does may depend on the values of {first} ({how})"
+
+    def _settle(self) -> None:
+        """A number was read, and no operation was given it."""
+        if self._read is not None:
+            self._decided(self._read[1], "a number is read")
+            self._read = None
+
+    def _number(self, given: list[torch.Tensor], out: object) -> None:
+        """Python has got something of these that is no tensor."""
+        names = self._names_in(given)
+        if not names:
+            return
+        self._settle()
+        if isinstance(out, bool):
+            self._decided(names, "a truth value is read")
+        else:
+            self._read = out, names
+
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Notes what one operation, that was done, has moved."""
+        """Notes what one operation, that was done, has moved; raises nothing."""
         op = str(func._schema.name)
+        try:
+            self._operation(op, func, args, kwargs, out)
+        except Exception as error:  # noqa: BLE001 - the loader must go on as without this
+            if not self.decides:
+                self.decides = f"{op} could not be followed ({error})"
+
+    def _operation(self, op: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if self._read is not None and any(_scalars((args, kwargs), self._read[0])):
+            self._read = None
+        if any(map(_is_wrapped, _all_tensors((args, kwargs, out)))):
+            self.escape(_tensors((args, kwargs)), "a tensor that is no plain one")
+            return
         made = list(_tensors(out))
         if op in _MOVES_NOTHING or any(tensor.is_meta for tensor in made):
             return
@@ -201,12 +265,17 @@ class Recorder:
         if not written and not new:
             if names:
                 self.escape(given, op)
+                if not made:
+                    self._number(given, out)
             return
         self.touched.update(names)
         scalars = bool(self.escaped) and any(_scalars((args, kwargs)))
         for tensor in written:
             memory = self._memory(tensor)
             self._look_for(memory)
+            if op not in _OVERWRITES:
+                self._require_new(memory)
+            self._written_to(memory)
             self._written_over(memory, tensor, names)
             memory.unwritten = False
             if scalars:  # Perhaps one of them was read of a source.
@@ -230,12 +299,19 @@ class Recorder:
         memory.unwritten = False
         if not target.numel():
             return
+        if source is not None:
+            self._require_new(source)
+        self._written_to(memory)
         if source is not None and (source.unwritten or source.unseen):
             memory.unseen = True
         names = set() if source is None else source.names
         self.touched.update(names)
         if source is None or not names:
             self._written_over(memory, target, ())
+            return
+        if any(each.is_conj() or each.is_neg() for each in (target, origin)):
+            self._written_over(memory, target, names)
+            self._compute(memory, names, op)
             return
         if target.shape != origin.shape:
             try:
@@ -348,15 +424,34 @@ class Recorder:
         mark = mark_of(_seen_as(target, found, dtype))
         return Note(note.name, new, into, note.origin + origin.offset, dtype, converted, mark)
 
+    def _written_to(self, memory: Memory) -> None:
+        memory.seen = True
+        if memory.source is not None:  # A copy of it is none of what trainers have.
+            memory.computed.setdefault(memory.source, "the loader writes to it")
+
+    def _require_new(self, memory: Memory) -> None:
+        """Is void if this is what a parameter had before the load."""
+        if memory.parameters and not memory.seen and not self._locate and not self.decides:
+            names = ", ".join(sorted(memory.parameters))
+            self.decides = f"the loader reads what {names} had before"
+
     def _written_over(self, memory: Memory, tensor: torch.Tensor, by: Iterable[str]) -> None:
         """What was copied there is gone; `by`: names of what is there now."""
-        if not memory.notes or not tensor.numel():
+        if not tensor.numel():
             return
         span = Span(int(tensor.storage_offset()), _span_axes(tensor))
+        if memory.parameters and not by:
+            memory.constants.append(span)
+        if not memory.notes:
+            return
+        frame = [(size, stride, stride) for size, stride in span.axes]
         kept: list[Note] = []
         for note in memory.notes:
             if note.dtype.itemsize == tensor.element_size() and apart(span, note.written):
                 kept.append(note)
+            elif carried(note.written, span.offset, frame) is None:
+                why = "something else is written where it was copied to"
+                memory.computed.setdefault(note.name, why)
             elif set(by) != {note.name}:
                 memory.overwritten.add(note.name)
         memory.notes = kept
@@ -392,7 +487,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             self._recorder.operation(func, args, kwargs or {}, out)
         return out
 
@@ -404,6 +499,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name in _DECIDES:
+            self._recorder.decide(_tensors(args), f"{name}()")
         if name in _ESCAPES:
             self._recorder.escape(_tensors(args), f"{name}()")
         elif isinstance(func, OpOverload | OpOverloadPacket | HigherOrderOperator):
@@ -419,26 +516,42 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in _all_tensors(given) if tensor.layout is torch.strided)
+
+
+def _all_tensors(given: Any) -> Iterator[torch.Tensor]:
     if isinstance(given, torch.Tensor):
-        if given.layout is torch.strided:
-            yield given
+        yield given
     elif isinstance(given, list | tuple):
         for each in given:
-            yield from _tensors(each)
+            yield from _all_tensors(each)
     elif isinstance(given, dict):
         for each in given.values():
-            yield from _tensors(each)
+            yield from _all_tensors(each)
 
 
-def _scalars(given: Any) -> Iterator[bool]:
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain tensor that lies somewhere."""
+    return not is_lazy(tensor) and not tensor.is_meta and not _is_wrapped(tensor)
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether it is one of those that torch asks what an operation is."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+def _scalars(given: Any, value: object = None) -> Iterator[bool]:
+    """Yields, of all that is no list, whether it is a number; `value`: this one."""
     if isinstance(given, list | tuple):
         for each in given:
-            yield from _scalars(each)
+            yield from _scalars(each, value)
     elif isinstance(given, dict):
         for each in given.values():
-            yield from _scalars(each)
+            yield from _scalars(each, value)
     else:
-        yield isinstance(given, float | int | complex)
+        # By its text: one that is no number equals itself, too.
+        number = isinstance(given, float | int | complex)
+        yield number and (value is None or given == value or repr(given) == repr(value))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -410,7 +410,12 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=2, help="training steps before each version")
     add("--rounds", type=int, default=3, help="versions of each variant")
     add("--variant", choices=(GATHERED, UNGATHERED, "both"), default="both")
-    add("--model", choices=tuple(SIZES), default="tiny", help="the larger ones are random: 8.8 and 61 GB")
+    add(
+        "--model",
+        choices=tuple(SIZES),
+        default="tiny",
+        help="the larger ones are random: 8.8 and 61 GB",
+    )
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--ray", action="store_true", help="the ranks are Ray's actors, on GPUs that it reserves")
     add("--kill-one", action="store_true", help="kill a worker in the middle of a round")

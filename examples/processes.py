@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 import torch
 
@@ -84,13 +84,22 @@ class Child:
         name: What errors call it.
         function: What it runs, with a connection and `args`.
         environ: What its environment has beside ours, before it touches a GPU.
+        others: All children of the program, some of which may wait for each other.
     """
 
     def __init__(
-        self, name: str, environ: Mapping[str, str], function: Callable[..., None], args: tuple
+        self,
+        name: str,
+        environ: Mapping[str, str],
+        function: Callable[..., None],
+        args: tuple,
+        others: list[Child],
     ) -> None:
         context = mp.get_context("forkserver")
         self.name = name
+        self._others = others
+        # That it ends is no failure.
+        self._may_end = False
         self._link, theirs = context.Pipe()
         self._process = context.Process(
             target=_live, args=(theirs, dict(environ), function, args), name=name, daemon=True
@@ -113,10 +122,17 @@ class Child:
         """Returns what it says next.
 
         Raises:
-            ChildError: It has failed, was killed, or says nothing in time.
+            ChildError: It, or another, has failed or was killed; or it says nothing in time.
         """
-        if not self._link.poll(timeout):
-            raise ChildError(f"{self.name} (pid {self.pid}) said nothing for {timeout:g} s")
+        deadline = time.monotonic() + timeout
+        while not self._link.poll():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ChildError(f"{self.name} (pid {self.pid}) said nothing for {timeout:g} s")
+            living = [each for each in self._others if each is not self and not each._may_end]
+            wait([self._link, *(each._process.sentinel for each in living)], left)
+            for each in living if not self._link.poll() else ():
+                each._require_alive()
         try:
             kind, words = self._link.recv()
         except (EOFError, OSError):
@@ -127,8 +143,20 @@ class Child:
             raise ChildError(f"{self.name} (pid {self.pid}) failed:\n{words}")
         return words
 
+    def _require_alive(self) -> None:
+        """Raises `ChildError`, with what it has said of it, if it has failed."""
+        if not self.ended(0.0):
+            return
+        code, self._may_end = self._process.exitcode, True
+        if not code:
+            return
+        while self._link.poll():
+            self.hear()  # Also raises what it has raised.
+        raise ChildError(f"{self.name} (pid {self.pid}) ended with {code}")
+
     def kill(self) -> None:
         """SIGKILL; returns when it has ended."""
+        self._may_end = True
         os.kill(self.pid, signal.SIGKILL)
         self._process.join(LIMIT_S)
 
@@ -203,7 +231,7 @@ def children(*imported: str) -> Iterator[Callable[..., Child]]:
         *args: object,
         environ: Mapping[str, str] | None = None,
     ) -> Child:
-        made.append(Child(name, environ or {}, function, args))
+        made.append(Child(name, environ or {}, function, args, made))
         return made[-1]
 
     try:

@@ -166,6 +166,31 @@ def test_told_to_end_in_the_middle_it_leaves_no_process(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.program
+def test_where_a_process_is_killed_while_all_meet_the_others_end_soon(tmp_path: Path) -> None:
+    mark = secrets.token_hex(8)
+    words = [str(EXAMPLES / "fsdp2_ep.py"), "--ranks", "2", "--rounds", "9999"]
+    with subprocess.Popen(
+        [sys.executable, "-u", *words],
+        env=os.environ | {"TENSORLEASE_SHM_DIR": str(tmp_path), "MARK_OF_A_TEST": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            # The last of them is a rank, or a worker, that others wait for.
+            eventually(lambda: len(marked(mark)) >= 8, 60.0)
+            last = max(marked(mark))
+            os.kill(last, signal.SIGKILL)
+            _, said = process.communicate(timeout=60)
+            assert f"(pid {last}) ended with -9" in said
+            eventually(lambda: not marked(mark))
+        finally:
+            for pid in marked(mark):
+                os.kill(pid, signal.SIGKILL)
+    assert list(tmp_path.iterdir()) == []
+
+
 def marked(mark: str) -> list[int]:
     """The processes whose environment began with this mark."""
     found = []

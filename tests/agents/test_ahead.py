@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tensorlease.agents import RingOptions, TrainerAgent, WorkerAgent
+from tensorlease.agents.ahead import Ahead
 from tensorlease.agents.copy_plan import Copied, CopyPlan
 from tensorlease.agents.errors import MappingError
 from tensorlease.protocol.records import Fate, Outcome
@@ -180,3 +181,22 @@ def go_on_when_it_ends(worker: WorkerAgent, go: threading.Event) -> None:
 
     eventually(ends)
     go.set()
+
+
+def test_what_an_interrupt_leaves_is_still_waited_for() -> None:
+    class Interrupted:
+        waited = 0
+
+        def wait(self) -> None:
+            self.waited += 1
+            if self.waited == 1:
+                raise KeyboardInterrupt
+
+    begun = Interrupted()
+    ahead = Ahead()
+    ahead._begun[0, 0] = begun  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        ahead.wait()
+    assert len(ahead) == 1
+    ahead.wait()
+    assert (begun.waited, len(ahead)) == (2, 0)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from threading import Lock
+from typing import Any
+
 import pytest
 
 from tensorlease.agents import cuda_driver
@@ -10,7 +14,8 @@ from tensorlease.agents.cuda_driver import CudaError
 
 pytest.importorskip("torch")
 
-from tensorlease.agents.device_copies import LANES, _shared_out
+from tensorlease.agents import device_copies
+from tensorlease.agents.device_copies import LANES, DeviceRuns, _Lanes, _shared_out
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 100])
@@ -29,3 +34,41 @@ def test_without_a_driver_its_library_is_named(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(CudaError, match=r"libcuda-is-not-here\.so: .*cannot open shared object"):
         cuda_driver.uuid_of(0)
     cuda_driver._library.cache_clear()
+
+
+class Stream:
+    """A stream that notes whom it was told to wait for."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+        self.awaited: list[int] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.awaited.append(other.cuda_stream)
+
+
+def test_what_was_issued_before_a_copy_failed_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams: list[Any] = [Stream(number) for number in range(LANES)]
+    issued: list[int] = []
+    synchronized: list[tuple[int, list[int]]] = []
+
+    def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+        if stream == LANES - 1:
+            raise CudaError("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE")
+        issued.append(stream)
+
+    def synchronize(stream: int) -> None:
+        synchronized.append((stream, list(streams[stream].awaited)))
+
+    monkeypatch.setattr(device_copies, "_lanes", lambda ordinal: _Lanes(Lock(), streams))
+    monkeypatch.setattr(device_copies, "_follow", lambda ordinal, stream: None)
+    monkeypatch.setattr(cuda_driver, "context", lambda ordinal: nullcontext())
+    monkeypatch.setattr(cuda_driver, "copy_async", copy)
+    monkeypatch.setattr(cuda_driver, "synchronize", synchronize)
+    runs = DeviceRuns(0, [Run(10 * place, 1000 + 10 * place, 10) for place in range(LANES)])
+    with pytest.raises(CudaError):
+        runs.begin()
+    assert issued == [0, 1, 2]
+    assert synchronized == [(0, [1, 2, 3])]

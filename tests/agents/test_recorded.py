@@ -213,9 +213,11 @@ def test_what_is_more_than_copies_is_left_to_the_loader_and_named(load: Load, wh
         model = Model(lambda mine, given: load({**mine, "numpy": memory}, given), w=parameter)
     recording = record(model, a=numbers(3), plain=numbers(2))
     _left.clear()
-    assert recording.fallback.keys() == {"a"}
+    # Where values reach Python, what becomes of the others may depend on them.
+    left = {"a", "plain"} if load in (_numpy, _list, _branch) else {"a"}
+    assert recording.fallback.keys() == left
     assert why in recording.fallback["a"]
-    assert recording.ignored == {"plain"}
+    assert recording.ignored == {"a", "plain"} - left
 
 
 def test_an_operation_of_others_that_is_not_dispatched_is_seen() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -52,6 +54,50 @@ def test_who_does_not_answer_is_named_with_the_limit(fake: FakeVLLM) -> None:
     with pytest.raises(ServerError, match=f"{fake.url}/resume cannot be reached"):
         VLLMServer(fake.url).post("/resume", None, 10.0)
     assert not VLLMServer(fake.url).is_healthy()
+
+
+@contextmanager
+def answering(*parts: bytes) -> Iterator[VLLMServer]:
+    """A server that says the first parts at once, and the last again and again."""
+    ended = threading.Event()
+
+    def say(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.recv(4096)
+            for part in parts:
+                connection.sendall(part)
+            while not ended.wait(0.02):
+                connection.sendall(parts[-1])
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=say, args=(listening,))
+        thread.start()
+        yield VLLMServer(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        ended.set()
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("length", [b"Content-Length: 1000000\r\n", b""])
+def test_an_answer_that_never_ends_is_cut_off_in_time(length: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + length + b"\r\n"
+    with (
+        answering(head, b" ") as server,
+        pytest.raises(ServerError, match=r"has not answered in 0\.3 s"),
+    ):
+        server.post("/resume", None, 0.3)
+
+
+def test_an_answer_that_is_no_sense_is_an_error_of_the_server() -> None:
+    deep = b"[" * 100_000
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+    with answering(head, deep) as server, pytest.raises(ServerError, match="answered no JSON"):
+        server.world_size()
+    none = b'HTTP/1.1 200 OK\r\nContent-Length: 17\r\n\r\n{"world_size": 0}'
+    with answering(none) as server, pytest.raises(ServerError, match="is it a vLLM server"):
+        server.world_size()
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "https://there", "http://there/v1"])

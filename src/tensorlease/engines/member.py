@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from tensorlease.agents import RoundInfo, WorkerAgent
-from tensorlease.protocol.errors import ConfigError, TensorleaseError
+from tensorlease.protocol.errors import ClosedError, ConfigError, TensorleaseError
 
 if TYPE_CHECKING:
     import torch
@@ -248,8 +248,12 @@ class EngineMember:
     # ------------------------------------------------------------ in the agent's thread
 
     def _serve(self) -> None:
-        with contextlib.suppress(TensorleaseError):  # Closed.
+        try:
             self._worker.run()
+        except ClosedError:
+            pass
+        except TensorleaseError as error:
+            log.error("%r is in no round any more: %s", self._worker, error)
 
     def _prepare(self, info: RoundInfo) -> None:
         began = time.monotonic()

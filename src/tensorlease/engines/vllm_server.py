@@ -88,7 +88,7 @@ class VLLMServer:
 
     def world_size(self, timeout: float = 10.0) -> int:
         """Returns how many workers it has, those of all data-parallel ranks."""
-        return int(self._get("/get_world_size?include_dp=true", "world_size", timeout))
+        return int(self._get("/get_world_size?include_dp=true", "world_size", timeout, 1))
 
     def is_paused(self, timeout: float = 10.0) -> bool:
         """Whether it holds its requests."""
@@ -116,10 +116,10 @@ class VLLMServer:
         """Returns the answer's JSON; raises `ServerError` as `post` does."""
         return self._ask("GET", path, None, timeout)
 
-    def _get(self, path: str, name: str, timeout: float) -> int:
+    def _get(self, path: str, name: str, timeout: float, least: int = 0) -> int:
         answer = self.get(path, timeout)
         value = answer.get(name) if isinstance(answer, dict) else None
-        if not isinstance(value, int):
+        if not isinstance(value, int) or value < least:
             raise ServerError(f"{self.url}{path} answered {answer!r:.80}: is it a vLLM server?")
         return value
 
@@ -129,13 +129,21 @@ class VLLMServer:
         headers = {"Content-Type": "application/json"} if content is not None else {}
         # The connection's own limit is for each of its steps.
         over = threading.Event()
-        limit = threading.Timer(timeout, _cut, (connection, over))
+        sockets: list[socket.socket] = []
+        limit = threading.Timer(timeout, _cut, (sockets, over))
         limit.daemon = True
         limit.start()
         try:
+            connection.connect()
+            # The connection forgets it where the server is to close it.
+            sockets.append(connection.sock)
+            if over.is_set():
+                raise TimeoutError
             connection.request(method, path, content, headers)
             answer = connection.getresponse()
             text = answer.read().decode("utf-8", "replace")
+            if over.is_set():  # It was cut off: perhaps not all of it.
+                raise TimeoutError
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, TimeoutError) or over.is_set():
                 said = f"has not answered in {timeout:g} s"
@@ -153,15 +161,15 @@ class VLLMServer:
             )
         try:
             return json.loads(text) if text else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServerError(f"{self.url}{path} answered no JSON: {text[:MOST_SHOWN]}") from None
 
 
-def _cut(connection: http.client.HTTPConnection, over: threading.Event) -> None:
+def _cut(sockets: list[socket.socket], over: threading.Event) -> None:
     over.set()
-    if connection.sock is not None:
+    for each in sockets:
         with contextlib.suppress(OSError):
-            connection.sock.shutdown(socket.SHUT_RDWR)
+            each.shutdown(socket.SHUT_RDWR)
 
 
 def _message(text: str) -> str:
@@ -169,5 +177,5 @@ def _message(text: str) -> str:
     try:
         error = json.loads(text)
         return str(error["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return text
