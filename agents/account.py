@@ -43,16 +43,8 @@ class Staging(Struct):
     verify: bool = False
     # Names that its ring batches have brought.
     sent: set[str] = set()
-    # Names that it must bring and has not, where a loader is known to want them.
-    lacking: set[str] = set()
     # Bytes that were copied into what is attached.
     nbytes: int = 0
-
-    def came(self, names: frozenset[str], unwanted: frozenset[str]) -> None:
-        """A batch of a ring has brought these, of which some are wanted by nothing here."""
-        self.sent |= names
-        self.unwanted |= unwanted
-        self.lacking -= names
 
     def missing(self) -> str:
         """Names what is not staged yet; empty when all that is wanted is."""
@@ -70,9 +62,6 @@ class Staging(Struct):
             texts += self.given.missing()
             if not (texts or self.given.count or self.nbytes):
                 texts.append("no tensor that this worker wants was sent in this round")
-        texts += [
-            f"{name}: not sent in this round" for name in nsmallest(MAX_LACKING, self.lacking)
-        ]
         texts = texts[:MAX_MISSING]
         if texts and self.unwanted and not self.shared:
             # One of them may be meant by the name that is lacking.

@@ -194,7 +194,7 @@ class Intake:
         self._unwanted, self._tables = frozenset(), {}
         if self._loading is not None:
             # All is mapped: at each round's beginning it may turn out that all is to be loaded.
-            self._attached, self._sink = None, self._loading.whole.sink
+            self._attached, self._sink = self._loading.whole
         missing: list[str] = []
         buffers: dict[str, list[Buffer]] = {}
         # Of a tensor that a trainer offers twice, the newer: the memory of the other was removed.
@@ -268,7 +268,6 @@ class Intake:
         if planned.chosen is not chosen:
             self._choose(chosen)
         self.begin(subset=staging.subset, shared=staging.shared, verify=staging.verify)
-        self._staging.lacking = set() if staging.subset else set(planned.lacking)
 
     def committed(self) -> None:
         """The round has committed: what a loader has shown in it is planned for the next."""
@@ -286,7 +285,7 @@ class Intake:
         """Plans the offers that are known for what is copied, and for what gets the rest."""
         planned = self._planned
         planned.chosen = None
-        self._attached, self._sink = chosen.attached, chosen.sink
+        self._attached, self._sink = chosen
         self._seen.clear()
         offers, preference, called = planned.buffers, planned.preference, planned.called
         copies = None
@@ -297,7 +296,7 @@ class Intake:
         gives = chosen.sink.plan(offers, self._attached_names(), preference, called)
         self._offered_here = len(self._offered.intersection(self._attached_names()))
         self._use(copies, gives)
-        planned.chosen, planned.lacking = chosen, chosen.names - self._offered
+        planned.chosen = chosen
         return copies
 
     def _nothing_wanted(self) -> str:
@@ -526,7 +525,8 @@ class Intake:
             known = SeenBatch(buffers, copies, names, self._unwanted_of(copies, [buffers]))
             if not staging.verify:
                 self._seen.keep(trainer, body, known)
-        staging.came(known.names, known.unwanted)
+        staging.sent |= known.names
+        staging.unwanted |= known.unwanted
         if self._sink is None or staging.given is None:
             return Copied(nbytes, reading=reading)
         pieces = self._wanted_pieces(self._sink, buffers)

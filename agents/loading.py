@@ -22,8 +22,6 @@ class Choice(NamedTuple):
     """What is copied."""
     sink: CallbackSink
     """What gets the rest."""
-    names: frozenset[str] = frozenset()
-    """What a round of all tensors must bring."""
 
 
 class Planned(Struct):
@@ -34,8 +32,6 @@ class Planned(Struct):
     called: dict[str, str] = {}
     takes: dict[str, set[int]] = {}
     chosen: Choice | None = None
-    lacking: frozenset[str] = frozenset()
-    """What a round of all tensors must bring beside what is offered."""
 
     def require_lent(self, copies: CopyPlan) -> None:
         """Raises `MappingError` if buffers are to be copied that this worker has not asked for."""
@@ -110,8 +106,7 @@ class Loading:
     def _choice(self, recording: Recording) -> Choice:
         if self._known is None or self._known[0] is not recording:
             rest = CallbackSink(self._callback, without=recording.ignored, lacks=self._lacks)
-            names = recording.sources.keys() - recording.ignored
-            self._known = recording, Choice(recording.boxes, rest, frozenset(names))
+            self._known = recording, Choice(recording.boxes, rest)
         return self._known[1]
 
     def check(self, buffers: Iterable[Buffer], *, sent: bool = False) -> None:

@@ -87,8 +87,8 @@ def test_a_version_that_lacks_a_tensor_or_has_one_of_another_shape_is_refused_an
         r"lm_head\.weight \(bfloat16 of \(500, 128\)\): AssertionError",
     ]
     by_names = [
-        r"model\.layers\.1\.self_attn\.q_proj\.weight: not sent in this round",
-        r"model\.norm\.weight: not sent in this round",
+        r"model\.layers\.1\.self_attn\.q_proj\.weight: not sent, and loaded in the rounds before",
+        r"model\.norm\.weight: not sent, and loaded in the rounds before",
         r"lm_head\.weight' is bfloat16 of \(500, 128\) now",
     ]
     wanted = by_layers + (by_names if how == "recorded" else by_layers)
