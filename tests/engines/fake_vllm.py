@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,8 +46,10 @@ class FakeVLLM:
     leader: VLLMBridge
     """Who leads it, if a test has set it."""
 
-    def __init__(self, world_size: int = 1) -> None:
+    def __init__(self, world_size: int = 1, devices: Sequence[str] = ()) -> None:
+        """`devices`: labels of the workers' devices; default: that of a CPU for all."""
         self.world_size = world_size
+        self._devices = list(devices) or ["cpu:0"] * world_size
         self.port = 0
         self.members: list[EngineMember] = []
         self.weights: list[dict[str, torch.Tensor]] = []
@@ -95,6 +98,11 @@ class FakeVLLM:
         """Has an endpoint wait, once, before it does what it is asked to."""
         gate = self._gates[path] = Gate()
         return gate
+
+    def let_go(self) -> None:
+        """Has no endpoint wait any more."""
+        for path in list(self._gates):
+            self._gates.pop(path).go.set()
 
     def die(self) -> None:
         """Answers nothing any more, and its workers leave as if they were gone. Idempotent."""
@@ -197,7 +205,12 @@ class FakeVLLM:
         self.weights = [{} for _ in range(self.world_size)]
         for place, weights in enumerate(self.weights):
             worker = WorkerAgent(
-                channel, replica=replica, member=1 + place, size=size, endpoint=endpoint
+                channel,
+                replica=replica,
+                member=1 + place,
+                size=size,
+                endpoint=endpoint,
+                device=self._devices[place],
             )
             self.members.append(EngineMember(worker, lambda t, w=weights: self._load(t, w)))  # type: ignore[misc]
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from tensorlease.agents import RoundResult, TrainerAgent
-from tensorlease.agents.ring import RingOptions
 from tensorlease.engines import vllm_bridge
 from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge
 from tensorlease.engines.vllm_server import VLLMServer
@@ -21,8 +18,9 @@ from tensorlease.protocol.records import Fate
 
 from ..agents.fake_cuda import UUIDS
 from ..broker.raw_agents import Threaded, eventually
-from .conftest import left
-from .fake_stock_vllm import FakeStockVLLM, Segments, passing_for_gpu
+from .conftest import StockLed, left
+from .fake_stock_vllm import FakeStockVLLM, Segments
+from .sources import WEIGHTS, StockSource, stock_at
 
 UNPACKED = [
     "/init_weight_transfer_engine",
@@ -44,145 +42,19 @@ PACKED = [
     "/resume",
 ]
 
-Led = Callable[..., FakeStockVLLM]
+
+@pytest.fixture
+def led(stock_led: StockLed) -> StockLed:
+    return stock_led
 
 
 @pytest.fixture
-def segments(monkeypatch: pytest.MonkeyPatch) -> Segments:
-    """Shared memory of this process's trainers passes for that of a GPU."""
-    return passing_for_gpu(monkeypatch)
-
-
-@pytest.fixture
-def led(
-    broker: Threaded, url: str, segments: Segments, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Led]:
-    """Starts stock servers that are led: `led("a", packed=True)`."""
-    monkeypatch.setattr(vllm_bridge, "LOOK_S", 0.1)
-    servers: list[FakeStockVLLM] = []
-    bridges: list[tuple[VLLMIpcBridge, threading.Thread]] = []
-
-    def lead(
-        replica: str,
-        *,
-        packed: bool = False,
-        most: int = 2**20,
-        gpus: Sequence[str] = UUIDS[:1],
-        devices: Sequence[str] = ("cpu:0",),
-        update_s: float = 20.0,
-    ) -> FakeStockVLLM:
-        server = FakeStockVLLM(segments, gpus)
-        servers.append(server)
-        server.start()
-        bridge = VLLMIpcBridge(
-            VLLMServer(server.url),
-            "policy",
-            replica,
-            endpoint=url,
-            devices=devices,
-            update_s=update_s,
-            packed=packed,
-            packed_bytes=most,
-        )
-        server.leader = bridge
-        thread = threading.Thread(target=bridge.run)
-        thread.start()
-        bridges.append((bridge, thread))
-        return server
-
-    yield lead
-    for server in servers:
-        for path in list(server._gates):
-            server._gates.pop(path).go.set()
-    for bridge, thread in bridges:
-        bridge.stop()
-        thread.join(30.0)
-        assert not thread.is_alive()
-    for server in servers:
-        server.die()
-
-
-WEIGHTS = {
-    "w": torch.zeros(4, 3),
-    "scale": torch.zeros(5, dtype=torch.bfloat16),
-    "bytes": torch.zeros(3, dtype=torch.uint8),
-    "single": torch.zeros((), dtype=torch.float32),
-    "none": torch.zeros(0, 4),
-}
-
-
-class Source:
-    """A trainer, each of whose values is the version."""
-
-    def __init__(self, url: str, *, ring: bool = False, slots: int = 2) -> None:
-        options = RingOptions(slots, 8192) if ring else None
-        self._take(TrainerAgent("policy", endpoint=url, ring=options), ring)
-
-    @classmethod
-    def beside(cls, url: str, segments: Segments, rank: int, *, ring: bool, own: str) -> Source:
-        """Returns rank `rank` of two, on a GPU of its own; `own`: a tensor that no other has."""
-        source, gpu = cls.__new__(cls), UUIDS[rank]
-        options = RingOptions(2, 8192) if ring else None
-        trainer = TrainerAgent(
-            "policy", endpoint=url, ring=options, rank=rank, world_size=2, group="run", device=gpu
-        )
-        segments.gpus[trainer.instance[:8]] = gpu
-        source._take(trainer, ring, own)
-        return source
-
-    def _take(self, trainer: TrainerAgent, ring: bool, own: str = "") -> None:
-        self.trainer, self._ring = trainer, ring
-        self.weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
-        if own:
-            self.weights[own] = torch.zeros(7)
-        if not ring:
-            trainer.register(self.weights)
-
-    def publish(self, version: int, replicas: int = 1) -> RoundResult:
-        """Publishes a version once so many replicas are ready."""
-        self.trainer.wait_ready(replicas, timeout=20.0)
-        if self._ring:
-            full = {name: torch.full_like(t, float(version)) for name, t in self.weights.items()}
-            return self.trainer.publish_stream(version, full.items(), timeout=30.0)
-        assert self.trainer.may_write()
-        for tensor in self.weights.values():
-            tensor.fill_(float(version))
-        return self.trainer.publish(version, timeout=30.0)
-
-
-@pytest.fixture(params=["unpacked", "packed", "ring"])
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def source(
-    broker: Threaded, url: str, segments: Segments, request: pytest.FixtureRequest
-) -> Iterator[Source]:
-    """What publishes: a ring where the test's way is one."""
-    ring = "way" in request.fixturenames and request.getfixturevalue("way") == "ring"
-    made = Source(url, ring=ring)
-    yield made
-    made.trainer.close(0.5)
-
-
-def at(server: FakeStockVLLM, version: int) -> bool:
-    """Whether all of its workers have exactly the version, and it works."""
-    settled = server.label == str(version) and not server.paused and not server.active
-    return settled and not server.unwaited and all(has(w, version) for w in server.weights)
-
-
-def has(weights: dict[str, torch.Tensor], version: int) -> bool:
-    if weights.keys() != WEIGHTS.keys():
-        return False
-    return all(
-        torch.equal(weights[name], torch.full_like(tensor, float(version)))
-        for name, tensor in WEIGHTS.items()
-    )
+def source(stock_source: StockSource) -> StockSource:
+    return stock_source
 
 
 def test_a_stock_server_has_the_version_with_name_and_cache_and_goes_on(
-    source: Source, led: Led, way: str
+    source: StockSource, led: StockLed, way: str
 ) -> None:
     server = led("a", packed=way != "unpacked")
     eventually(lambda: "/init_weight_transfer_engine" in server.calls)
@@ -192,10 +64,12 @@ def test_a_stock_server_has_the_version_with_name_and_cache_and_goes_on(
         assert result.ok, result
         assert set(result.receivers) == {"a/0"}
         assert list(dict.fromkeys(server.calls)) == (UNPACKED if way == "unpacked" else PACKED)
-        assert at(server, version)
+        assert stock_at(server, version)
 
 
-def test_memory_may_be_written_as_soon_as_it_is_released(source: Source, led: Led) -> None:
+def test_memory_may_be_written_as_soon_as_it_is_released(
+    source: StockSource, led: StockLed
+) -> None:
     # Unpacked, a stock server reads some of it at the end of the update only.
     server = led("a")
     source.trainer.wait_ready(timeout=20.0)
@@ -209,26 +83,26 @@ def test_memory_may_be_written_as_soon_as_it_is_released(source: Source, led: Le
 
 @pytest.mark.parametrize("most", [1, 64, 2**20])
 def test_packed_calls_have_no_more_bytes_than_they_may_or_one_tensor(
-    url: str, led: Led, segments: Segments, most: int
+    url: str, led: StockLed, segments: Segments, most: int
 ) -> None:
     server = led("a", packed=True, most=most)
-    source = Source(url)
+    source = StockSource(url)
     try:
         assert source.publish(1).ok
     finally:
         source.trainer.close(0.5)
-    assert at(server, 1)
+    assert stock_at(server, 1)
     for body in server.bodies:
         sizes = body["update_info"]["tensor_sizes"]
         assert sum(sizes) <= most or sum(size > 0 for size in sizes) == 1
 
 
 def test_a_ring_of_one_slot_is_looked_at_anew_in_each_call(
-    url: str, led: Led, segments: Segments
+    url: str, led: StockLed, segments: Segments
 ) -> None:
     # vLLM keeps the buffer of its last call mapped, and would not wait for the event again.
     server = led("a", packed=True)
-    source = Source(url, ring=True, slots=1)
+    source = StockSource(url, ring=True, slots=1)
     try:
         source.trainer.wait_ready(timeout=20.0)
         with source.trainer.open_round(1, timeout=20.0) as r:
@@ -238,7 +112,7 @@ def test_a_ring_of_one_slot_is_looked_at_anew_in_each_call(
     finally:
         source.trainer.close(0.5)
     assert r.result is not None and r.result.ok, r.result
-    assert at(server, 1)
+    assert stock_at(server, 1)
 
 
 # ---------------------------------------------------------------- failures
@@ -257,7 +131,7 @@ def test_a_ring_of_one_slot_is_looked_at_anew_in_each_call(
     ],
 )
 def test_of_two_servers_one_that_fails_is_named_the_other_goes_on_and_the_next_round_repairs_it(
-    source: Source, led: Led, way: str, path: str, fates: set[Fate], held: bool
+    source: StockSource, led: StockLed, way: str, path: str, fates: set[Fate], held: bool
 ) -> None:
     if path == "/update_weight_version" and way != "unpacked":
         pytest.skip("packed, the version's name comes with /finish_weight_update")
@@ -266,19 +140,19 @@ def test_of_two_servers_one_that_fails_is_named_the_other_goes_on_and_the_next_r
     bad.fails[path] = "engine core died"
     result = source.publish(2, 2)
     assert result.receivers["good/0"].fate is Fate.COMMITTED
-    assert at(good, 2)
+    assert stock_at(good, 2)
     assert result.receivers["bad/0"].fate in fates, result
     assert f"{bad.url}{path}" in result.receivers["bad/0"].reason
     assert "engine core died" in result.receivers["bad/0"].reason
     eventually(lambda: bad.paused is held)
     assert bad.label == ("2" if path == "/reset_prefix_cache" else "1")
     assert source.publish(3, 2).ok
-    assert at(good, 3)
-    assert at(bad, 3)
+    assert stock_at(good, 3)
+    assert stock_at(bad, 3)
 
 
 def test_what_a_worker_raises_is_the_reason_and_its_server_is_held(
-    source: Source, led: Led, way: str
+    source: StockSource, led: StockLed, way: str
 ) -> None:
     server = led("a", packed=way != "unpacked")
     server.load_fails = "no module or parameter named 'w'"
@@ -288,11 +162,11 @@ def test_what_a_worker_raises_is_the_reason_and_its_server_is_held(
     eventually(lambda: server.paused)
     assert server.label == "default"
     assert source.publish(2).ok
-    assert at(server, 2)
+    assert stock_at(server, 2)
 
 
 def test_a_server_that_dies_in_an_update_is_out_and_current_once_it_has_come_again(
-    source: Source, led: Led, way: str
+    source: StockSource, led: StockLed, way: str
 ) -> None:
     good, bad = led("good", packed=way != "unpacked"), led("bad", packed=way != "unpacked")
     assert source.publish(1, 2).ok
@@ -310,17 +184,18 @@ def test_a_server_that_dies_in_an_update_is_out_and_current_once_it_has_come_aga
     assert result.receivers["good/0"].fate is Fate.COMMITTED
     assert result.receivers["bad/0"].fate is not Fate.COMMITTED
     assert f"{bad.url}/update_weights" in result.reason
+    eventually(lambda: not bad.leader.leads)  # It is away for longer than between two looks.
     seen = len(bad.calls)
     bad.start()
     # Else its leader of before might count as ready, and leave before the round is admitted.
     eventually(lambda: "/init_weight_transfer_engine" in bad.calls[seen:])
     assert source.publish(3, 2).ok
-    assert at(good, 3)
-    assert at(bad, 3)
+    assert stock_at(good, 3)
+    assert stock_at(bad, 3)
 
 
 def test_memory_is_kept_while_a_server_that_has_not_answered_may_read_it(
-    source: Source, led: Led, monkeypatch: pytest.MonkeyPatch
+    source: StockSource, led: StockLed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = led("a", update_s=0.3)
     monkeypatch.setattr(vllm_bridge, "CONTROL_S", 0.3)
@@ -338,11 +213,11 @@ def test_memory_is_kept_while_a_server_that_has_not_answered_may_read_it(
     monkeypatch.setattr(vllm_bridge, "CONTROL_S", 20.0)
     server.leader._update_s = 20.0
     assert source.publish(2).ok
-    assert at(server, 2)
+    assert stock_at(server, 2)
 
 
 def test_a_tensor_that_a_server_does_not_know_is_named_and_may_be_taken_back(
-    source: Source, led: Led
+    source: StockSource, led: StockLed
 ) -> None:
     server = led("a")
     assert source.publish(1).ok
@@ -353,22 +228,24 @@ def test_a_tensor_that_a_server_does_not_know_is_named_and_may_be_taken_back(
     assert "no.such" in result.reason
     source.trainer.unregister(unknown, timeout=20.0)
     assert source.publish(3).ok
-    assert at(server, 3)
+    assert stock_at(server, 3)
 
 
-def test_an_update_that_another_has_left_open_is_ended_first(source: Source, led: Led) -> None:
+def test_an_update_that_another_has_left_open_is_ended_first(
+    source: StockSource, led: StockLed
+) -> None:
     server = led("a")
     for worker in server.workers:
         worker.active = True
     assert source.publish(1).ok
-    assert at(server, 1)
+    assert stock_at(server, 1)
 
 
 def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(
-    broker: Threaded, url: str, led: Led
+    broker: Threaded, url: str, led: StockLed
 ) -> None:
     server = led("a", packed=True)
-    source = Source(url, ring=True)
+    source = StockSource(url, ring=True)
     try:
         source.trainer.wait_ready(timeout=20.0)
         with left(source.trainer, 1):
@@ -381,15 +258,15 @@ def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(
         assert source.publish(2).ok
     finally:
         source.trainer.close(0.5)
-    assert at(server, 2)
+    assert stock_at(server, 2)
 
 
 # ---------------------------------------------------------------- what cannot be had
 
 
-def test_a_ring_without_packed_is_refused_by_name(url: str, led: Led) -> None:
+def test_a_ring_without_packed_is_refused_by_name(url: str, led: StockLed) -> None:
     server = led("a")
-    source = Source(url, ring=True)
+    source = StockSource(url, ring=True)
     try:
         result = source.publish(1)
     finally:
@@ -401,7 +278,7 @@ def test_a_ring_without_packed_is_refused_by_name(url: str, led: Led) -> None:
 
 @pytest.mark.parametrize("options", [{"verify": True}, {"subset": ["w"], "base": 1}])
 def test_rounds_that_need_our_backend_leave_the_server_alone(
-    source: Source, led: Led, options: dict[str, object]
+    source: StockSource, led: StockLed, options: dict[str, object]
 ) -> None:
     server = led("a")
     assert source.publish(1).ok
@@ -412,7 +289,7 @@ def test_rounds_that_need_our_backend_leave_the_server_alone(
     assert "stock server" in result.reason and "--mode plugin" in result.reason
     assert not server.calls
     assert source.publish(3).ok
-    assert at(server, 3)
+    assert stock_at(server, 3)
 
 
 def test_shared_memory_is_refused_before_any_round(broker: Threaded, url: str) -> None:
@@ -422,7 +299,7 @@ def test_shared_memory_is_refused_before_any_round(broker: Threaded, url: str) -
     bridge = VLLMIpcBridge(VLLMServer(server.url), "policy", "a", endpoint=url)
     thread = threading.Thread(target=bridge.run)
     thread.start()
-    source = Source(url)
+    source = StockSource(url)
     try:
         eventually(lambda: "a" in source.trainer.replicas)
         with pytest.raises(DeadlineError, match="shared memory.*of GPUs alone"):
@@ -456,22 +333,22 @@ def test_a_server_with_more_workers_than_gpus_are_named_ends_the_bridge(
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("experts", [False, True])
 def test_each_worker_of_a_server_gets_what_lies_on_its_gpu(
-    url: str, led: Led, segments: Segments, ring: bool, experts: bool
+    url: str, led: StockLed, segments: Segments, ring: bool, experts: bool
 ) -> None:
     server = led("a", packed=ring, gpus=UUIDS[:2], devices=UUIDS[:2])
     own = ["expert.0", "expert.1"] if experts else ["", ""]
-    made = [Source.beside(url, segments, rank, ring=ring, own=own[rank]) for rank in (0, 1)]
+    made = [StockSource.beside(url, segments, rank, ring=ring, own=own[rank]) for rank in (0, 1)]
     try:
         for version in (1, 2):
             with ThreadPoolExecutor(2) as pool:
-                results = list(pool.map(Source.publish, made, [version] * 2))
+                results = list(pool.map(StockSource.publish, made, [version] * 2))
             assert [result.ok for result in results] == [True, True], results
             assert set(results[0].receivers) == {"a/0", "a/1"}
             if experts:
                 for place, weights in enumerate(server.weights):
                     assert weights.pop(own[place]).eq(float(version)).all()
                     assert not weights.keys() - WEIGHTS.keys()
-            assert at(server, version)
+            assert stock_at(server, version)
     finally:
         for source in made:
             source.trainer.close(0.5)
@@ -482,11 +359,12 @@ def test_each_worker_of_a_server_gets_what_lies_on_its_gpu(
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_ranks_that_send_in_different_steps_are_named(
-    url: str, led: Led, segments: Segments, ring: bool
+    url: str, led: StockLed, segments: Segments, ring: bool
 ) -> None:
     led("a", packed=True, most=1, gpus=UUIDS[:2], devices=UUIDS[:2])
     made = [
-        Source.beside(url, segments, rank, ring=ring, own="more" if rank else "") for rank in (0, 1)
+        StockSource.beside(url, segments, rank, ring=ring, own="more" if rank else "")
+        for rank in (0, 1)
     ]
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -504,7 +382,7 @@ def test_ranks_that_send_in_different_steps_are_named(
 @pytest.mark.program
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_command_leads_stock_servers_until_it_is_told_to_end(
-    source: Source,
+    source: StockSource,
     url: str,
     segments: Segments,
     capfd: pytest.CaptureFixture[str],
@@ -519,7 +397,7 @@ def test_the_command_leads_stock_servers_until_it_is_told_to_end(
     process = subprocess.Popen([*program, f"--endpoint={url}", *words])
     try:
         assert source.publish(1, replicas=2).ok
-        assert all(at(server, 1) for server in servers)
+        assert all(stock_at(server, 1) for server in servers)
         process.terminate()
         assert process.wait(20.0) == 0
     finally:
@@ -534,7 +412,7 @@ def test_the_command_leads_stock_servers_until_it_is_told_to_end(
 
 @pytest.mark.program
 def test_a_bridge_that_was_killed_in_an_update_is_started_again_and_repairs_the_server(
-    source: Source, url: str, segments: Segments
+    source: StockSource, url: str, segments: Segments
 ) -> None:
     server = FakeStockVLLM(segments)
     server.start()
@@ -556,7 +434,7 @@ def test_a_bridge_that_was_killed_in_an_update_is_started_again_and_repairs_the_
         bridge = subprocess.Popen([*program, *words])
         stall.go.set()
         assert source.publish(2).ok
-        assert at(server, 2)
+        assert stock_at(server, 2)
         bridge.terminate()
         assert bridge.wait(20.0) == 0
     finally:
