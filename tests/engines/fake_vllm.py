@@ -201,6 +201,8 @@ class FakeVLLM:
                 raise Refused(404, "Not Found")
 
     def _init(self, channel: str, replica: str, size: int, endpoint: str) -> None:
+        for member in self.members:
+            member.require_idle()
         self._end_members()
         self.weights = [{} for _ in range(self.world_size)]
         for place, weights in enumerate(self.weights):

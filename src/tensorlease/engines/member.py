@@ -138,6 +138,14 @@ class EngineMember:
         finally:
             self._leave()
 
+    def require_idle(self) -> None:
+        """Raises `UpdateError` while it is in a round: another leader must not take its seat."""
+        if self._worker.goes_on:
+            raise UpdateError(
+                f"a round goes on in which {self._worker!r} takes part: whoever leads it"
+                " has the engine until it has ended"
+            )
+
     def close(self) -> None:
         """Ends the agent. Idempotent."""
         self._worker.stop()

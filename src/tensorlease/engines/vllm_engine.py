@@ -86,7 +86,13 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._recorded
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins the channel; again: as another member, the former is closed."""
+        """Joins the channel; again: as another member, the former is closed.
+
+        Raises:
+            UpdateError: That is in a round.
+        """
+        if self._member is not None:
+            self._member.require_idle()
         self.shutdown()
         parallel = self.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + parallel.rank

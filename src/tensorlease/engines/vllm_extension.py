@@ -51,7 +51,12 @@ class WorkerExtension:
 
         Returns:
             The member number; there are as many as the engine has workers.
+
+        Raises:
+            UpdateError: The former is in a round.
         """
+        if self._tensorlease_member is not None:
+            self._tensorlease_member.require_idle()
         self.tensorlease_close()
         parallel = self.vllm_config.parallel_config
         # Of the data-parallel ranks; versions that have no index have ranks alone.
