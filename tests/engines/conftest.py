@@ -79,6 +79,7 @@ def led(broker: Threaded, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
         *,
         there: bool = True,
         devices: Sequence[str] = (),
+        device: str = "cpu:0",
         server: FakeVLLM | None = None,
         sleep: bool = False,
     ) -> FakeVLLM:
@@ -88,7 +89,13 @@ def led(broker: Threaded, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
         if not there:
             made.die()
         leader = VLLMBridge(
-            VLLMServer(made.url), "policy", replica, endpoint=url, update_s=20.0, sleep=sleep
+            VLLMServer(made.url),
+            "policy",
+            replica,
+            endpoint=url,
+            device=device,
+            update_s=20.0,
+            sleep=sleep,
         )
         start_leader(made, leader, leaders)
         return made

@@ -56,6 +56,8 @@ class FakeVLLM:
         self.calls: list[str] = []
         # What an endpoint answers once, instead of doing it.
         self.fails: dict[str, str] = {}
+        # Endpoints that answer as if they had done it.
+        self.lies: set[str] = set()
         self._gates: dict[str, Gate] = {}
         # What a worker raises, once, when it is to load something.
         self.load_fails = ""
@@ -135,7 +137,8 @@ class FakeVLLM:
             for path in (request.path, parts.path):
                 if path in self.fails:
                     raise Refused(500, self.fails.pop(path))
-            status, answer = 200, self._answer(parts.path, query, body)
+            done = None if parts.path in self.lies else self._answer(parts.path, query, body)
+            status, answer = 200, done
         except Refused as refused:
             error = {"message": str(refused), "type": "error", "param": None}
             status, answer = refused.status, {"error": {**error, "code": refused.status}}
