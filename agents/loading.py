@@ -96,7 +96,8 @@ class Loading:
 
     def _choice(self, recording: Recording) -> Choice:
         if self._known is None or self._known[0] is not recording:
-            rest = CallbackSink(self._callback, without=recording.ignored)
+            needed = frozenset(recording.fallback)
+            rest = CallbackSink(self._callback, without=recording.ignored, needed=needed)
             self._known = recording, Choice(recording.boxes, rest)
         return self._known[1]
 

@@ -53,10 +53,20 @@ class _Load(Struct):
 
 
 class _End(Struct):
-    """The round is over for this member."""
+    """The round has failed."""
 
     reason: str
-    """Empty: it commits."""
+
+
+class _Commit(Struct):
+    """The round commits; it does for this member when it is done."""
+
+    info: RoundInfo
+    done: Future[None]
+
+
+Finish = Callable[[RoundInfo], object]
+"""What an engine does when all has come; the member commits if it does not raise."""
 
 
 class EngineMember:
@@ -83,7 +93,7 @@ class EngineMember:
         self._version = 0
         # The round that brings it: (group, call).
         self._round: tuple[str, int] | None = None
-        self._tasks: queue.SimpleQueue[_Begun | _Load | _End] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Begun | _Load | _Commit | _End] = queue.SimpleQueue()
         worker.on_prepare(self._prepare)
         worker.on_commit(self._commit)
         worker.on_abort(self._abort)
@@ -96,12 +106,14 @@ class EngineMember:
         """Its agent."""
         return self._worker
 
-    def receive(self, version: int, timeout: float) -> None:
-        """Loads what the round of this version brings; returns once it is to commit.
+    def receive(self, version: int, timeout: float, finish: Finish | None = None) -> None:
+        """Loads what the round of this version brings; returns once it has committed here.
 
         Args:
             version: What the round is to make.
             timeout: Limit in seconds.
+            finish: Called with the round when it is to commit; what it raises is raised, and has
+                the replica torn.
 
         Raises:
             UpdateError: The round did not begin, failed, or is not over in time; what was loaded of
@@ -129,8 +141,9 @@ class EngineMember:
                     ) from None
                 begun = True
                 if isinstance(task, _End):
-                    if task.reason:
-                        raise UpdateError(f"version {version} did not come: {task.reason}")
+                    raise UpdateError(f"version {version} did not come: {task.reason}")
+                if isinstance(task, _Commit):
+                    self._finish(task, finish)
                     return
                 if isinstance(task, _Load):
                     self._do(task)
@@ -166,6 +179,15 @@ class EngineMember:
             task.tensors.clear()
             task.done.set_result(None)
 
+    def _finish(self, task: _Commit, finish: Finish | None) -> None:
+        try:
+            if finish is not None:
+                finish(task.info)
+        except BaseException as error:
+            task.done.set_exception(error)
+            raise
+        task.done.set_result(None)
+
     def _leave(self) -> None:
         """Nothing is taken any more; who waits to have something loaded is told."""
         with self._changed:
@@ -177,6 +199,7 @@ class EngineMember:
                     return
                 if isinstance(task, _Load):
                     task.tensors.clear()
+                if isinstance(task, _Load | _Commit):
                     task.done.set_exception(UpdateError("the engine has given the update up"))
 
     def _state(self) -> str:
@@ -217,13 +240,15 @@ class EngineMember:
         done.result()
 
     def _commit(self, info: RoundInfo) -> None:
-        self._put(info, _End(""))
+        done: Future[None] = Future()
+        self._put(info, _Commit(info, done))
+        done.result()
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
         with contextlib.suppress(UpdateError):  # It has given up before.
             self._put(info, _End(reason or "the round failed"))
 
-    def _put(self, info: RoundInfo, task: _Load | _End) -> None:
+    def _put(self, info: RoundInfo, task: _Load | _Commit | _End) -> None:
         with self._changed:
             # By now it may receive nothing, or a later try of the same version.
             if self._round != (info.group, info.call):

@@ -237,6 +237,10 @@ class VLLMBridge:
         half, self._half = self._half, True
         try:
             self.server.post("/start_weight_update", None, CONTROL_S)
+            if half:
+                # What layers have kept of the update that failed must not be mixed with this one's.
+                self.server.post("/finish_weight_update", None, CONTROL_S)
+                self.server.post("/start_weight_update", None, CONTROL_S)
         except ServerError as error:
             try:
                 self.server.post("/finish_weight_update", None, CONTROL_S)

@@ -25,10 +25,11 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from tensorlease.agents import WorkerAgent
+from tensorlease.agents import RoundInfo, WorkerAgent
 from tensorlease.agents.recorded import RecordedLoad
 
 from .ancestors import call_at_end, server_pid
+from .complete import Completeness, aliases_of
 from .labels import label_of
 from .member import EngineMember, Tensors, UpdateError
 
@@ -77,6 +78,8 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._main = model
         # All that this update brings is copied: no layer is loaded.
         self._copied = False
+        # What has come, where all layers are loaded.
+        self._complete: Completeness | None = None
         # Workers outlive a server that is killed; they must not keep its seat from a new one.
         call_at_end(server_pid(), self.shutdown)
 
@@ -122,14 +125,18 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             else:
                 self._recorded.skip()
         self._copied = recording is not None and not recording.fallback
+        self._complete = None
         if not self._copied:
+            aliases = aliases_of(self.model)
             initialize_layerwise_reload(self.model)
+            if recording is None and self.model is self._main:
+                self._complete = Completeness(self.model, aliases)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Loads what the round brings; see `EngineMember.receive`."""
         if self._member is None:
             raise UpdateError("/init_weight_transfer_engine has to come before /update_weights")
-        self._member.receive(update_info.version, update_info.timeout)
+        self._member.receive(update_info.version, update_info.timeout, self._require_complete)
 
     def finish_weight_update(self) -> None:
         """All layers are there: what has to be worked out from the weights is."""
@@ -158,7 +165,20 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _give(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         model: Any = self.model
-        model.load_weights(tensors)
+        loaded = model.load_weights(tensors)
+        if self._complete is not None:
+            self._complete.loaded(loaded)
+
+    def _require_complete(self, info: RoundInfo) -> None:
+        """Raises `UpdateError` if layers lack something of what they are made of."""
+        if self._complete is None:
+            return
+        try:
+            self._complete.require(subset=info.subset)
+        except UpdateError:
+            if self._recorded is not None:
+                self._recorded.abandon()
+            raise
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._main.named_parameters()

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from tensorlease.agents import WorkerAgent
+from tensorlease.agents import RoundInfo, WorkerAgent
 from tensorlease.protocol.errors import ConfigError
 
 from .ancestors import call_at_end, server_pid
+from .complete import Completeness, aliases_of
 from .labels import label_of
-from .member import EngineMember, Tensors, UpdateError
+from .member import EngineMember, Finish, Tensors, UpdateError
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,10 @@ class WorkerExtension:
 
     _tensorlease_member: EngineMember | None = None
     _tensorlease_watched: bool = False
+    # An update has begun that did not come to its end.
+    _tensorlease_half: bool = False
+    # What has come of it, where layers are loaded anew.
+    _tensorlease_complete: Completeness | None = None
 
     def tensorlease_init(self, channel: str, replica: str, endpoint: str = "") -> int:
         """Joins the channel; again: as another member, the former is closed.
@@ -104,8 +109,9 @@ class WorkerExtension:
         with self._tensorlease_config():
             begin, end = self._tensorlease_reload()
             begin()
-            self._tensorlease_member.receive(number, limit)
-            end()
+            self._tensorlease_half = True
+            self._tensorlease_member.receive(number, limit, end)
+            self._tensorlease_half = False
         return number
 
     def tensorlease_close(self) -> None:
@@ -120,7 +126,9 @@ class WorkerExtension:
         # A loader may keep what it is given until a layer is complete.
         given: Iterable[tuple[str, torch.Tensor]]
         given = [(name, tensor.clone()) for name, tensor in tensors]
-        self.model_runner.model.load_weights(given)
+        loaded = self.model_runner.model.load_weights(given)
+        if self._tensorlease_complete is not None:
+            self._tensorlease_complete.loaded(loaded)
 
     def _tensorlease_config(self) -> AbstractContextManager[object]:
         """Returns what makes the engine's settings those that vLLM's layers see."""
@@ -131,7 +139,7 @@ class WorkerExtension:
         context: AbstractContextManager[object] = set_current_vllm_config(self.vllm_config)
         return context
 
-    def _tensorlease_reload(self) -> tuple[Callable[[], object], Callable[[], object]]:
+    def _tensorlease_reload(self) -> tuple[Callable[[], object], Finish]:
         """Returns what comes before all loads of an update, and after them."""
         model, config = self.model_runner.model, self.vllm_config.model_config
         try:
@@ -142,9 +150,20 @@ class WorkerExtension:
 
             return (
                 lambda: None,
-                lambda: process_weights_after_loading(model, config, self.device),
+                lambda _: process_weights_after_loading(model, config, self.device),
             )
-        return (
-            lambda: reload.initialize_layerwise_reload(model),
-            lambda: reload.finalize_layerwise_reload(model, config),
-        )
+
+        def begin() -> None:
+            if self._tensorlease_half:
+                # What layers have kept of an update that failed must not be mixed with this one's.
+                reload.finalize_layerwise_reload(model, config)
+            aliases = aliases_of(model)
+            reload.initialize_layerwise_reload(model)
+            self._tensorlease_complete = Completeness(model, aliases)
+
+        def end(info: RoundInfo) -> None:
+            assert self._tensorlease_complete is not None
+            self._tensorlease_complete.require(subset=info.subset)
+            reload.finalize_layerwise_reload(model, config)
+
+        return begin, end
