@@ -44,7 +44,6 @@ class CallbackSink:
         strict: Whether one of `names` that does not come puts the worker out of the round.
         together: Groups of names that are given in one call or not at all.
         without: Names that it does not want.
-        needed: Names that have to come, though others are wanted, too.
 
     Raises:
         ConfigError: What cannot be called; a group with a name that is not wanted.
@@ -57,7 +56,6 @@ class CallbackSink:
         strict: bool = True,
         together: Groups = (),
         without: frozenset[str] = frozenset(),
-        needed: frozenset[str] = frozenset(),
     ) -> None:
         require_callable("on_stage", callback, "round", "tensors")
         if isinstance(names, str):
@@ -65,7 +63,6 @@ class CallbackSink:
         self.callback: Final = callback
         self.strict: Final = strict
         self._without: Final = without
-        self.needed: Final = needed
         self.names: Final = None if names is None else frozenset(names)
         for name in sorted(self.names or (), key=str):
             check_tensor_name(name, AttachError)
@@ -232,8 +229,7 @@ class Staged:
         self._sink = sink
         self._attached = attached
         named = sink.names if sink.strict and sink.names is not None else frozenset[str]()
-        wanted = planned | named | sink.needed
-        self._wanted = frozenset[str]() if subset else wanted - attached
+        self._wanted = frozenset[str]() if subset else (planned | named) - attached
         # Names that were given, or wait for their group; with what they are.
         self._whole: dict[str, TensorEntry] = {}
         self._partial: dict[str, _Partial] = {}

@@ -89,6 +89,14 @@ class Loading:
                 self.check(buffers)
             self._checked = recording, planned
 
+    @property
+    def needed(self) -> frozenset[str]:
+        """Names that a round of all tensors has to bring: what the recorded load had of them."""
+        recording = self._load.repeated
+        if recording is None:
+            return frozenset()
+        return frozenset(recording.sources.keys() - recording.ignored)
+
     def foreseen(self) -> Choice | None:
         """Returns what `choose` is likely to say of the next round, where that is copied."""
         recording = self._load.recording if self._begins else None
@@ -96,8 +104,7 @@ class Loading:
 
     def _choice(self, recording: Recording) -> Choice:
         if self._known is None or self._known[0] is not recording:
-            needed = frozenset(recording.fallback)
-            rest = CallbackSink(self._callback, without=recording.ignored, needed=needed)
+            rest = CallbackSink(self._callback, without=recording.ignored)
             self._known = recording, Choice(recording.boxes, rest)
         return self._known[1]
 

@@ -253,7 +253,8 @@ def test_a_server_that_says_that_it_is_done_and_has_done_nothing_is_named_and_at
     assert result.outcome is Outcome.FAILED
     assert result.receivers["a/0"].fate is not Fate.COMMITTED
     assert server.label == "1"
-    assert source.trainer.replicas["a"].current != 2
+    state = source.trainer.replicas.get("a")
+    assert state is None or state.current != 2
     assert all(weights["w"].eq(1.0).all() for weights in server.weights if weights)
     server.lies.clear()
     assert source.publish(3).ok

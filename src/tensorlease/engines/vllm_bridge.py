@@ -253,13 +253,14 @@ class VLLMBridge:
     def _send(self, update: Future[None], version: int) -> None:
         """Has the server's workers take the version, and waits until they have.
 
-        Where they cannot, the round is left: only a goodbye takes back the vote.
+        Where they cannot, the round is left if it goes on: only a goodbye takes back the vote.
         """
         body = {"update_info": {"version": version, "timeout": self._update_s}}
         try:
             self.server.post("/update_weights", body, self._update_s + MARGIN_S)
         except ServerError as error:
-            awaited = self._update is update
+            worker = self._worker
+            awaited = self._update is update and worker is not None and worker.goes_on
             update.set_exception(error)
             if awaited:
                 self._leave(str(error))
