@@ -66,10 +66,8 @@ class Staging(Struct):
             shown = ", ".join(f"buffer {number} of {trainer}" for trainer, number in self.awaited)
             texts.append(f"not sent in this round: {shown}")
         if self.needed:
-            names = nsmallest(MAX_MISSING, self.needed)
-            texts += [
-                f"{name}: not sent in this round, and loaded in those before" for name in names
-            ]
+            absent = nsmallest(MAX_LACKING, self.needed)
+            texts += [f"{name}: not sent, and loaded in the rounds before" for name in absent]
         if self.given is not None:
             texts += self.given.missing()
             if not (texts or self.given.count or self.nbytes):

@@ -22,6 +22,7 @@ from .fleets import STOCK, WAYS, Fleet, fleet_of
 
 RELEASES = ("/resume", "/wake_up?tags=kv_cache&tags=scheduling")
 """What lets a server answer requests."""
+START, FINISH = "/start_weight_update", "/finish_weight_update"
 RESET = "/reset_prefix_cache"
 
 
@@ -62,8 +63,12 @@ def test_what_a_worker_raises_is_said_at_once_and_cut_and_the_others_have_the_ve
     assert fleet.has(good, 2)
     eventually(lambda: bad.paused)
     assert bad.label == "1"
+    bad.calls.clear()
     assert fleet.publish(3, 2).ok
     assert fleet.has(good, 3) and fleet.has(bad, 3)
+    # Ended once without a version: what its layers have kept of it is not mixed with this one.
+    control = [call for call in bad.calls if call in (START, FINISH)]
+    assert control[:3] == [START, FINISH, START]
 
 
 def test_of_three_servers_one_dies_in_a_round_and_one_between_rounds_and_the_third_goes_on(

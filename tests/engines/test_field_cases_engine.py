@@ -163,7 +163,7 @@ def test_parameters_that_have_moved_since_the_load_was_recorded_have_the_version
 ) -> None:
     for version in (1, 2):
         assert publish(version, float(version)).ok
-    layer = server.models[0].down
+    layer: Any = server.models[0].down
     layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), False)
     assert publish(3, 3.0).ok
     assert server.has(3.0, 3)
@@ -363,7 +363,8 @@ def test_workers_of_a_vllm_without_backends_have_the_whole_version_or_say_what_i
     result, said = receive(1, 1.0)
     assert result.ok and said == [1, 1]
     assert all(worker.has(1.0) for worker in workers)
-    for version, (without, named) in enumerate(LACKING, 2):
+    # The last leaves half of a fused layer, which is not mixed with what comes next.
+    for version, (without, named) in enumerate([*LACKING, LACKING[1]], 2):
         result, said = receive(version, 2.0, without)
         assert not result.ok
         assert named in result.reason, result.reason
