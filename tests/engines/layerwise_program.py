@@ -52,7 +52,7 @@ def main(benchmarks: str, endpoint: str, kind: str, how: str) -> None:
     device = torch.device("cpu")
     loading.process_weights_after_loading(model, settings.model_config, device)
     lacking = [
-        lacks(model, settings, checkpoint(sizes, 0), name) for name in ("", "0.self_attn.k_")
+        lacks(model, settings, checkpoint(sizes, 0), name) for name in ("", "0.self_attn.k_proj")
     ]
     given: list[int] = []
     load_weights = model.load_weights

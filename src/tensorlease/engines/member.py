@@ -87,12 +87,14 @@ class EngineMember:
     ) -> None:
         self._worker = worker
         self._load = load
-        # Guards the next three.
+        # Guards the next four.
         self._changed = threading.Condition()
         # The version that `receive` waits for; 0: it does not.
         self._version = 0
         # The round that brings it: (group, call).
         self._round: tuple[str, int] | None = None
+        # That round has ended, and `receive` has yet to hear of it.
+        self._over = False
         self._tasks: queue.SimpleQueue[_Begun | _Load | _Commit | _End] = queue.SimpleQueue()
         worker.on_prepare(self._prepare)
         worker.on_commit(self._commit)
@@ -191,7 +193,7 @@ class EngineMember:
     def _leave(self) -> None:
         """Nothing is taken any more; who waits to have something loaded is told."""
         with self._changed:
-            self._version, self._round = 0, None
+            self._version, self._round, self._over = 0, None, False
             while True:
                 try:
                     task = self._tasks.get_nowait()
@@ -217,7 +219,7 @@ class EngineMember:
     def _prepare(self, info: RoundInfo) -> None:
         began = time.monotonic()
         with self._changed:
-            while not self._changed.wait_for(lambda: self._version, LOOK_S):
+            while not self._changed.wait_for(lambda: self._version and not self._over, LOOK_S):
                 if not self._worker.goes_on:
                     raise UpdateError("the round failed before the engine was told of it")
                 if time.monotonic() - began > TOLD_S:
@@ -253,4 +255,5 @@ class EngineMember:
             # By now it may receive nothing, or a later try of the same version.
             if self._round != (info.group, info.call):
                 raise UpdateError("the engine has given the update up")
+            self._over = not isinstance(task, _Load)
             self._tasks.put(task)
