@@ -35,6 +35,8 @@ class Staging(Struct):
     copied: list[tuple[CopyPlan, str, list[int]]] = []
     # What must come together, and has not yet.
     together: Together | None = None
+    # Names that the loader had when it was recorded, and that have yet to come.
+    needed: set[str] = set()
     # What was given to a callback.
     given: Staged | None = None
     # Names of ring batches that nothing here wants.
@@ -45,6 +47,11 @@ class Staging(Struct):
     sent: set[str] = set()
     # Bytes that were copied into what is attached.
     nbytes: int = 0
+
+    def bring(self, names: frozenset[str]) -> None:
+        """Notes that these have come in a ring."""
+        self.sent |= names
+        self.needed -= names
 
     def missing(self) -> str:
         """Names what is not staged yet; empty when all that is wanted is."""
@@ -58,6 +65,9 @@ class Staging(Struct):
         elif self.awaited:
             shown = ", ".join(f"buffer {number} of {trainer}" for trainer, number in self.awaited)
             texts.append(f"not sent in this round: {shown}")
+        if self.needed:
+            absent = nsmallest(MAX_LACKING, self.needed)
+            texts += [f"{name}: not sent, and loaded in the rounds before" for name in absent]
         if self.given is not None:
             texts += self.given.missing()
             if not (texts or self.given.count or self.nbytes):

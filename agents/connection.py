@@ -34,7 +34,6 @@ from ..protocol.errors import (
 from . import poll_loop
 from .core import Effect, Farewell, Joined, Post, Reconnect, TurnedAway
 from .dealer import Dealer
-from .descriptors import check_descriptors
 from .discovery import REFUSED, NotFoundError, find_broker, one_line
 from .live import LiveLock
 from .outage import Outage
@@ -152,12 +151,11 @@ class Connection:
         """Begins to connect; does nothing if it has begun.
 
         Raises:
-            ConfigError: It may not open as many files as an agent needs; `poll_loop.busy_poll`.
+            ConfigError: See `poll_loop.check`.
         """
         with self.mutex:
             if self.stage is Stage.NEW:
-                poll_loop.busy_poll()
-                check_descriptors(poll_loop.current_loop() is None)
+                poll_loop.check()
                 self.stage = Stage.LOOKING
                 self._loop = poll_loop.serve(self)
 
@@ -477,8 +475,8 @@ class Connection:
     def _prepare(self, place: Endpoint) -> None:
         """Takes the lock that proves that this agent lives, before any Hello."""
         if place.transport is Transport.IPC:
+            core = self._core
             if self._lock is None:
-                core = self._core
                 self._lock = LiveLock(place.live_directory, core.me.instance, core.live_note)
             self._lock.acquire()
         self.endpoint = place

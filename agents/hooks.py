@@ -26,6 +26,8 @@ class RoundInfo(Struct, frozen=True):
     """The worker's own, as is the next."""
     member: int
     """Its place in the replica."""
+    subset: bool = False
+    """It carries only some of the tensors."""
 
 
 RoundHook = Callable[[RoundInfo], object]

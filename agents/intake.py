@@ -378,8 +378,7 @@ class Intake:
     @property
     def wants_nothing(self) -> bool:
         """Whether no byte is wanted: a round is covered before anything of it came."""
-        wanted = self._sink is not None or self._attached is None or self._attached.nbytes > 0
-        return not wanted
+        return self._sink is None and self._attached is not None and not self._attached.nbytes
 
     def begin(self, *, subset: bool = False, shared: bool = False, verify: bool = False) -> None:
         """A round begins: nothing of it is staged.
@@ -389,14 +388,15 @@ class Intake:
             shared: The replica has other members, which may be the ones that want them.
             verify: Digests are compared.
         """
-        awaited = set() if subset else set(self._taken)
-        self._staging = Staging(awaited, subset, shared, verify=verify)
+        self._staging = Staging(set(() if subset else self._taken), subset, shared, verify=verify)
         if self._attached is not None and self._groups:
             self._staging.together = Together(self._groups, self._attached)
         if self._sink is not None:
             planned = frozenset() if self._gives is None else self._gives.names
             attached = self._attached_names()
             self._staging.given = Staged(self._sink, attached, planned, subset=subset)
+            if self._loading is not None and not subset:
+                self._staging.needed = set(self._loading.needed - self._offered)
 
     def missing(self) -> str:
         """Names what the round lacks so far; empty: it is covered."""
@@ -525,7 +525,7 @@ class Intake:
             known = SeenBatch(buffers, copies, names, self._unwanted_of(copies, [buffers]))
             if not staging.verify:
                 self._seen.keep(trainer, body, known)
-        staging.sent |= known.names
+        staging.bring(known.names)
         staging.unwanted |= known.unwanted
         if self._sink is None or staging.given is None:
             return Copied(nbytes, reading=reading)

@@ -98,6 +98,14 @@ class Loading:
                 self.check(buffers)
             self._checked = recording, planned
 
+    @property
+    def needed(self) -> frozenset[str]:
+        """Names that a round of all tensors has to bring: what the recorded load had of them."""
+        recording = self._load.repeated
+        if recording is None:
+            return frozenset()
+        return frozenset(recording.sources.keys() - recording.ignored)
+
     def foreseen(self) -> Choice | None:
         """Returns what `choose` is likely to say of the next round, where that is copied."""
         recording = self._load.recording if self._begins else None

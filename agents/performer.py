@@ -162,7 +162,13 @@ class Performer:
             case PrepareWork((group, call), terms):
                 core = self._core
                 self._round = RoundInfo(
-                    core.me.channel, terms.version, call, group, core.replica, core.member
+                    core.me.channel,
+                    terms.version,
+                    call,
+                    group,
+                    core.replica,
+                    core.member,
+                    terms.subset,
                 )
                 self._prepare_s = self._copy_s = 0.0
                 self._intake.begin(subset=terms.subset, shared=core.size > 1, verify=terms.verify)

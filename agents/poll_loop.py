@@ -25,6 +25,7 @@ import zmq
 
 from ..protocol.busy_poll import CPU_LIMIT, BusyPoll, lasts_s
 from ..protocol.errors import ConfigError
+from .descriptors import check_descriptors
 from .interrupts import HeldBack
 
 log = logging.getLogger("tensorlease.agents")
@@ -67,7 +68,7 @@ class PollLoop:
 
     def __init__(self) -> None:
         # For so long after something came or went a thread of the application does not sleep.
-        self._busy_s = lasts_s(busy_poll(), len(os.sched_getaffinity(0)), _cpu_limit())
+        self._busy_s = lasts_s(_busy_poll(), len(os.sched_getaffinity(0)), _cpu_limit())
         self._stirred_at = 0.0
         self.context = zmq.Context(io_threads=1)
         self.poller = zmq.Poller()
@@ -289,8 +290,17 @@ class PollLoop:
         self.context.destroy(linger=0)
 
 
-def busy_poll() -> BusyPoll:
-    """Returns what the environment says of busy polling; raises `ConfigError` if that is no word."""
+def check() -> None:
+    """Raises `ConfigError` if no agent can connect here, whatever broker there is.
+
+    This process may not open as many files as an agent needs, or the environment has a word for
+    busy polling that there is not.
+    """
+    _busy_poll()
+    check_descriptors(_current is None)
+
+
+def _busy_poll() -> BusyPoll:
     word = os.environ.get(BUSY_POLL) or BusyPoll.AUTO.value
     try:
         return BusyPoll(word)

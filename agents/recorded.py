@@ -222,14 +222,20 @@ class RecordedLoad:
         more = "; ..." if len(fallback) > MOST_NAMED else ""
         log.log(
             logging.WARNING if fallback else logging.INFO,
-            "recorded what the loader does: %d tensors are copied from now on, %d are not read, %d"
+            "recorded what the loader does: %d tensors are copied from now on, %d are not read%s, %d"
             " go to the loader each time%s%s",
             len(recording.names),
             len(recording.ignored),
+            _some(sorted(recording.ignored)),
             len(fallback),
             f": {shown}" if shown else "",
             more,
         )
+
+
+def _some(names: list[str]) -> str:
+    more = ", ..." if len(names) > MOST_NAMED else ""
+    return f" ({', '.join(names[:MOST_NAMED])}{more})" if names else ""
 
 
 def _of_its_own(tensor: torch.Tensor) -> torch.Tensor:

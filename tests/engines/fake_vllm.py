@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,14 +46,18 @@ class FakeVLLM:
     leader: VLLMBridge
     """Who leads it, if a test has set it."""
 
-    def __init__(self, world_size: int = 1) -> None:
+    def __init__(self, world_size: int = 1, devices: Sequence[str] = ()) -> None:
+        """`devices`: labels of the workers' devices; default: that of a CPU for all."""
         self.world_size = world_size
+        self._devices = list(devices) or ["cpu:0"] * world_size
         self.port = 0
         self.members: list[EngineMember] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.calls: list[str] = []
         # What an endpoint answers once, instead of doing it.
         self.fails: dict[str, str] = {}
+        # Endpoints that answer as if they had done it.
+        self.lies: set[str] = set()
         self._gates: dict[str, Gate] = {}
         # What a worker raises, once, when it is to load something.
         self.load_fails = ""
@@ -99,6 +104,11 @@ class FakeVLLM:
         gate = self._gates[path] = Gate()
         return gate
 
+    def let_go(self) -> None:
+        """Has no endpoint wait any more."""
+        for path in list(self._gates):
+            self._gates.pop(path).go.set()
+
     def die(self) -> None:
         """Answers nothing any more, and its workers leave as if they were gone. Idempotent."""
         server, self._server = self._server, None
@@ -130,7 +140,8 @@ class FakeVLLM:
             for path in (request.path, parts.path):
                 if path in self.fails:
                     raise Refused(500, self.fails.pop(path))
-            status, answer = 200, self._answer(parts.path, query, body)
+            done = None if parts.path in self.lies else self._answer(parts.path, query, body)
+            status, answer = 200, done
         except Refused as refused:
             error = {"message": str(refused), "type": "error", "param": None}
             status, answer = refused.status, {"error": {**error, "code": refused.status}}
@@ -198,11 +209,18 @@ class FakeVLLM:
                 raise Refused(404, "Not Found")
 
     def _init(self, channel: str, replica: str, size: int, endpoint: str) -> None:
+        for member in self.members:
+            member.require_idle()
         self._end_members()
         self.weights = [{} for _ in range(self.world_size)]
         for place, weights in enumerate(self.weights):
             worker = WorkerAgent(
-                channel, replica=replica, member=1 + place, size=size, endpoint=endpoint
+                channel,
+                replica=replica,
+                member=1 + place,
+                size=size,
+                endpoint=endpoint,
+                device=self._devices[place],
             )
             self.members.append(EngineMember(worker, lambda t, w=weights: self._load(t, w)))  # type: ignore[misc]
 

@@ -1,8 +1,9 @@
 """Run by a vLLM's Python: its worker's backend takes versions, with models of vLLM's own classes.
 
 Linear layers keep their weights, as on GPUs: on CPUs vLLM packs them where no copy can reach.
-Prints, as JSON, how many tensors the loader got in each round, and what falls back; with `faults`
-what becomes of versions that cannot be taken, between whole ones.
+Prints, as JSON, how many tensors the loader got in each round, what falls back, and what layers lack
+when all has come, and when not; with `faults` what becomes of versions that cannot be taken, between
+whole ones.
 
     python layerwise_program.py BENCHMARKS ENDPOINT {llama,mixtral,qwen3_moe} {recorded,loaded} [faults]
 """
@@ -55,6 +56,9 @@ def main(benchmarks: str, endpoint: str, kind: str, how: str, faults: str = "") 
     record_metadata_for_reloading(model)
     device = torch.device("cpu")
     loading.process_weights_after_loading(model, settings.model_config, device)
+    lacking = [
+        lacks(model, settings, checkpoint(sizes, 0), name) for name in ("", "0.self_attn.k_proj")
+    ]
     given: list[int] = []
     load_weights = model.load_weights
 
@@ -144,7 +148,25 @@ def main(benchmarks: str, endpoint: str, kind: str, how: str, faults: str = "") 
         leading.join()
     fallback = dict(engine.recorded.fallback) if engine.recorded is not None else None
     found = {"tensors": len(weights), "given": given, "fallback": fallback, "said": said}
+    found["lacking"] = lacking
     sys.stdout.write(json.dumps(found) + "\n")
+
+
+def lacks(model: Any, settings: Any, weights: dict[str, torch.Tensor], without: str) -> list[str]:
+    """Loads all layers, with all tensors or without some; returns what is lacking then."""
+    from vllm.model_executor.model_loader import reload
+
+    from tensorlease.engines.complete import Completeness, aliases_of
+
+    aliases = aliases_of(model)
+    with torch.no_grad():
+        reload.initialize_layerwise_reload(model)
+        complete = Completeness(model, aliases)
+        given = ((n, t.clone()) for n, t in weights.items() if not without or without not in n)
+        complete.loaded(model.load_weights(given))
+        found = complete.lacking()
+        reload.finalize_layerwise_reload(model, settings.model_config)
+    return found
 
 
 if __name__ == "__main__":

@@ -265,3 +265,29 @@ def test_a_loader_that_fails_is_said_to_have_failed_at_the_tensor_that_it_had_at
     assert "at a tensor before or at a (float32 of (2, 3)): ValueError" in str(
         given.error(ValueError())
     )
+
+
+def test_a_round_that_follows_at_once_waits_until_the_engine_has_left_the_one_before(
+    ring_trainer: TrainerAgent, url: str, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(WorkerAgent("policy", replica="engine", endpoint=url))
+    go, leave = threading.Event(), engine.member._leave
+    monkeypatch.setattr(engine.member, "_leave", lambda: (go.wait(20.0), leave()))
+    try:
+        ring_trainer.wait_ready()
+        receiving = pool.submit(engine.member.receive, 1, 20.0)
+        with left(ring_trainer, 1):
+            eventually(lambda: engine.loaded)
+        eventually(lambda: not engine.member.worker.goes_on)
+        ring_trainer.wait_ready()
+        tensors = [("w", torch.full((3,), 2.0))]
+        result = pool.submit(ring_trainer.publish_stream, 2, tensors, timeout=20.0)
+        eventually(lambda: engine.member.worker.goes_on)
+        go.set()
+        with pytest.raises(UpdateError, match="version 1 did not come"):
+            receiving.result(20.0)
+        engine.member.receive(2, 20.0)
+        assert result.result(20.0).ok, result.result()
+    finally:
+        go.set()
+        engine.member.close()

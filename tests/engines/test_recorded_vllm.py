@@ -66,6 +66,7 @@ def test_the_backend_loads_layers_once_and_then_copies_unless_that_is_turned_off
     said = run(HERE / "layerwise_program.py", str(BENCHMARKS), url, kind, how, endpoint=url)
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     tensors = found["tensors"]
+    assert found["lacking"] == [[], ["model.layers.0.self_attn.qkv_proj.weight (in part)"]]
     if how == "recorded":
         assert found["given"] == [tensors, 0, 0]
         assert found["fallback"] == {}

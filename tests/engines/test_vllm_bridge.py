@@ -5,20 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from tensorlease.agents import RoundResult, TrainerAgent
+from tensorlease.agents import TrainerAgent
 from tensorlease.engines import vllm_bridge
 from tensorlease.engines.vllm_bridge import VLLMBridge
 from tensorlease.engines.vllm_server import VLLMServer
 from tensorlease.protocol.records import Fate
 
-from ..broker.raw_agents import Threaded, eventually
-from .conftest import left
+from ..broker.raw_agents import eventually
+from .conftest import Led, left
 from .fake_vllm import FakeVLLM
+from .sources import Source, at
 
 UPDATE = [
     "/pause",
@@ -28,77 +28,6 @@ UPDATE = [
     "/reset_prefix_cache",
     "/resume",
 ]
-
-Led = Callable[..., FakeVLLM]
-
-
-@pytest.fixture
-def led(broker: Threaded, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Led]:
-    """Starts servers that are led: `led("a", world_size=2)`."""
-    monkeypatch.setattr(vllm_bridge, "LOOK_S", 0.1)
-    servers: list[FakeVLLM] = []
-    bridges: list[tuple[VLLMBridge, threading.Thread]] = []
-
-    def lead(replica: str, world_size: int = 1, *, there: bool = True) -> FakeVLLM:
-        server = FakeVLLM(world_size)
-        servers.append(server)
-        server.start()
-        if not there:
-            server.die()
-        bridge = VLLMBridge(VLLMServer(server.url), "policy", replica, endpoint=url, update_s=20.0)
-        server.leader = bridge
-        thread = threading.Thread(target=bridge.run)
-        thread.start()
-        bridges.append((bridge, thread))
-        return server
-
-    yield lead
-    for bridge, thread in bridges:
-        bridge.stop()
-        thread.join(20.0)
-        assert not thread.is_alive()
-    for server in servers:
-        server.die()
-
-
-class Source:
-    """A trainer of one tensor, `w`, each of whose values is the version."""
-
-    def __init__(self, url: str) -> None:
-        self.trainer = TrainerAgent("policy", endpoint=url)
-        self._weights = torch.zeros(3)
-        self.trainer.register({"w": self._weights})
-
-    def write(self, version: int) -> None:
-        """Sets the tensor to the version."""
-        self._weights.fill_(float(version))
-
-    def publish(self, version: int, replicas: int = 1) -> RoundResult:
-        """Publishes a version once so many replicas are ready."""
-        self.trainer.wait_ready(replicas, timeout=20.0)
-        assert self.trainer.may_write()
-        self.write(version)
-        return self.trainer.publish(version, timeout=30.0)
-
-
-@pytest.fixture
-def source(broker: Threaded, url: str) -> Iterator[Source]:
-    made = Source(url)
-    yield made
-    made.trainer.close(0.5)
-
-
-def at(server: FakeVLLM, version: int) -> bool:
-    """Whether all of its workers have the version, and it works."""
-    wanted = [float(version)] * 3
-    values = [each["w"].tolist() for each in server.weights if each]
-    settled = server.label == str(version) and not server.paused and not server.active
-    return settled and values == [wanted] * server.world_size
-
-
-def is_fate(fate: Fate, wanted: Fate) -> bool:
-    """Whether it is the wanted one; a leader that leaves may be heard to before it has gone."""
-    return fate is wanted or (wanted is Fate.LOST and fate is Fate.EXPELLED)
 
 
 def leader_knows(server: FakeVLLM) -> bool:

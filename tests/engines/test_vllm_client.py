@@ -17,7 +17,7 @@ from tensorlease.engines.vllm_server import ServerError
 from tensorlease.protocol.errors import ConfigError
 from tensorlease.protocol.records import Fate, Outcome
 
-from .test_vllm_bridge import is_fate
+from .sources import is_fate
 
 
 class Client:

@@ -14,16 +14,10 @@ from tensorlease.engines import VLLMControl, vllm_bridge
 from tensorlease.protocol.errors import ClosedError, ConfigError, DeadlineError, RefusedError
 from tensorlease.protocol.records import Fate
 
-from ..broker.raw_agents import Threaded, eventually
+from ..broker.raw_agents import eventually
 from .fake_vllm import FakeVLLM
-from .test_vllm_bridge import UPDATE, Source, at, is_fate
-
-
-@pytest.fixture
-def source(broker: Threaded, url: str) -> Iterator[Source]:
-    made = Source(url)
-    yield made
-    made.trainer.close(0.5)
+from .sources import Source, at, is_fate
+from .test_vllm_bridge import UPDATE
 
 
 @pytest.fixture

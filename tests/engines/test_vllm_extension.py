@@ -20,8 +20,9 @@ from tensorlease.protocol.errors import ConfigError
 SIZE = 2
 
 
-class Model:
+class Model(torch.nn.Module):
     def __init__(self) -> None:
+        super().__init__()
         self.loaded: dict[str, torch.Tensor] = {}
         self.threads: set[int] = set()
         self.fails = ""

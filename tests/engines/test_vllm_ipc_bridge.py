@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,11 +18,9 @@ from tensorlease.protocol.records import Fate
 
 from ..agents.fake_cuda import UUIDS
 from ..broker.raw_agents import Threaded, eventually
-from .conftest import left
+from .conftest import StockLed, left
 from .fake_stock_vllm import FakeStockVLLM, Segments
-from .stock_parties import WEIGHTS, Source, at, segments
-
-__all__ = ["segments"]
+from .sources import WEIGHTS, StockSource, stock_at
 
 UNPACKED = [
     "/init_weight_transfer_engine",
@@ -45,76 +42,19 @@ PACKED = [
     "/resume",
 ]
 
-Led = Callable[..., FakeStockVLLM]
+
+@pytest.fixture
+def led(stock_led: StockLed) -> StockLed:
+    return stock_led
 
 
 @pytest.fixture
-def led(
-    broker: Threaded, url: str, segments: Segments, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Led]:
-    """Starts stock servers that are led: `led("a", packed=True)`."""
-    monkeypatch.setattr(vllm_bridge, "LOOK_S", 0.1)
-    servers: list[FakeStockVLLM] = []
-    bridges: list[tuple[VLLMIpcBridge, threading.Thread]] = []
-
-    def lead(
-        replica: str,
-        *,
-        packed: bool = False,
-        most: int = 2**20,
-        gpus: Sequence[str] = UUIDS[:1],
-        devices: Sequence[str] = ("cpu:0",),
-        update_s: float = 20.0,
-    ) -> FakeStockVLLM:
-        server = FakeStockVLLM(segments, gpus)
-        servers.append(server)
-        server.start()
-        bridge = VLLMIpcBridge(
-            VLLMServer(server.url),
-            "policy",
-            replica,
-            endpoint=url,
-            devices=devices,
-            update_s=update_s,
-            packed=packed,
-            packed_bytes=most,
-        )
-        server.leader = bridge
-        thread = threading.Thread(target=bridge.run)
-        thread.start()
-        bridges.append((bridge, thread))
-        return server
-
-    yield lead
-    for server in servers:
-        for path in list(server._gates):
-            server._gates.pop(path).go.set()
-    for bridge, thread in bridges:
-        bridge.stop()
-        thread.join(30.0)
-        assert not thread.is_alive()
-    for server in servers:
-        server.die()
-
-
-@pytest.fixture(params=["unpacked", "packed", "ring"])
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def source(
-    broker: Threaded, url: str, segments: Segments, request: pytest.FixtureRequest
-) -> Iterator[Source]:
-    """What publishes: a ring where the test's way is one."""
-    ring = "way" in request.fixturenames and request.getfixturevalue("way") == "ring"
-    made = Source(url, ring=ring)
-    yield made
-    made.trainer.close(0.5)
+def source(stock_source: StockSource) -> StockSource:
+    return stock_source
 
 
 def test_a_stock_server_has_the_version_with_name_and_cache_and_goes_on(
-    source: Source, led: Led, way: str
+    source: StockSource, led: StockLed, way: str
 ) -> None:
     server = led("a", packed=way != "unpacked")
     eventually(lambda: "/init_weight_transfer_engine" in server.calls)
@@ -124,10 +64,12 @@ def test_a_stock_server_has_the_version_with_name_and_cache_and_goes_on(
         assert result.ok, result
         assert set(result.receivers) == {"a/0"}
         assert list(dict.fromkeys(server.calls)) == (UNPACKED if way == "unpacked" else PACKED)
-        assert at(server, version)
+        assert stock_at(server, version)
 
 
-def test_memory_may_be_written_as_soon_as_it_is_released(source: Source, led: Led) -> None:
+def test_memory_may_be_written_as_soon_as_it_is_released(
+    source: StockSource, led: StockLed
+) -> None:
     # Unpacked, a stock server reads some of it at the end of the update only.
     server = led("a")
     source.trainer.wait_ready(timeout=20.0)
@@ -141,26 +83,26 @@ def test_memory_may_be_written_as_soon_as_it_is_released(source: Source, led: Le
 
 @pytest.mark.parametrize("most", [1, 64, 2**20])
 def test_packed_calls_have_no_more_bytes_than_they_may_or_one_tensor(
-    url: str, led: Led, segments: Segments, most: int
+    url: str, led: StockLed, segments: Segments, most: int
 ) -> None:
     server = led("a", packed=True, most=most)
-    source = Source(url)
+    source = StockSource(url)
     try:
         assert source.publish(1).ok
     finally:
         source.trainer.close(0.5)
-    assert at(server, 1)
+    assert stock_at(server, 1)
     for body in server.bodies:
         sizes = body["update_info"]["tensor_sizes"]
         assert sum(sizes) <= most or sum(size > 0 for size in sizes) == 1
 
 
 def test_a_ring_of_one_slot_is_looked_at_anew_in_each_call(
-    url: str, led: Led, segments: Segments
+    url: str, led: StockLed, segments: Segments
 ) -> None:
     # vLLM keeps the buffer of its last call mapped, and would not wait for the event again.
     server = led("a", packed=True)
-    source = Source(url, ring=True, slots=1)
+    source = StockSource(url, ring=True, slots=1)
     try:
         source.trainer.wait_ready(timeout=20.0)
         with source.trainer.open_round(1, timeout=20.0) as r:
@@ -170,7 +112,7 @@ def test_a_ring_of_one_slot_is_looked_at_anew_in_each_call(
     finally:
         source.trainer.close(0.5)
     assert r.result is not None and r.result.ok, r.result
-    assert at(server, 1)
+    assert stock_at(server, 1)
 
 
 # ---------------------------------------------------------------- failures
@@ -189,7 +131,7 @@ def test_a_ring_of_one_slot_is_looked_at_anew_in_each_call(
     ],
 )
 def test_of_two_servers_one_that_fails_is_named_the_other_goes_on_and_the_next_round_repairs_it(
-    source: Source, led: Led, way: str, path: str, fates: set[Fate], held: bool
+    source: StockSource, led: StockLed, way: str, path: str, fates: set[Fate], held: bool
 ) -> None:
     if path == "/update_weight_version" and way != "unpacked":
         pytest.skip("packed, the version's name comes with /finish_weight_update")
@@ -198,19 +140,19 @@ def test_of_two_servers_one_that_fails_is_named_the_other_goes_on_and_the_next_r
     bad.fails[path] = "engine core died"
     result = source.publish(2, 2)
     assert result.receivers["good/0"].fate is Fate.COMMITTED
-    assert at(good, 2)
+    assert stock_at(good, 2)
     assert result.receivers["bad/0"].fate in fates, result
     assert f"{bad.url}{path}" in result.receivers["bad/0"].reason
     assert "engine core died" in result.receivers["bad/0"].reason
     eventually(lambda: bad.paused is held)
     assert bad.label == ("2" if path == "/reset_prefix_cache" else "1")
     assert source.publish(3, 2).ok
-    assert at(good, 3)
-    assert at(bad, 3)
+    assert stock_at(good, 3)
+    assert stock_at(bad, 3)
 
 
 def test_what_a_worker_raises_is_the_reason_and_its_server_is_held(
-    source: Source, led: Led, way: str
+    source: StockSource, led: StockLed, way: str
 ) -> None:
     server = led("a", packed=way != "unpacked")
     server.load_fails = "no module or parameter named 'w'"
@@ -220,11 +162,11 @@ def test_what_a_worker_raises_is_the_reason_and_its_server_is_held(
     eventually(lambda: server.paused)
     assert server.label == "default"
     assert source.publish(2).ok
-    assert at(server, 2)
+    assert stock_at(server, 2)
 
 
 def test_a_server_that_dies_in_an_update_is_out_and_current_once_it_has_come_again(
-    source: Source, led: Led, way: str
+    source: StockSource, led: StockLed, way: str
 ) -> None:
     good, bad = led("good", packed=way != "unpacked"), led("bad", packed=way != "unpacked")
     assert source.publish(1, 2).ok
@@ -248,12 +190,12 @@ def test_a_server_that_dies_in_an_update_is_out_and_current_once_it_has_come_aga
     bad.start()
     eventually(lambda: bad.leader.leads)
     assert source.publish(3, 2).ok
-    assert at(good, 3)
-    assert at(bad, 3)
+    assert stock_at(good, 3)
+    assert stock_at(bad, 3)
 
 
 def test_memory_is_kept_while_a_server_that_has_not_answered_may_read_it(
-    source: Source, led: Led, monkeypatch: pytest.MonkeyPatch
+    source: StockSource, led: StockLed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = led("a", update_s=0.3)
     monkeypatch.setattr(vllm_bridge, "CONTROL_S", 0.3)
@@ -271,11 +213,14 @@ def test_memory_is_kept_while_a_server_that_has_not_answered_may_read_it(
     monkeypatch.setattr(vllm_bridge, "CONTROL_S", 20.0)
     server.leader._update_s = 20.0
     assert source.publish(2).ok
-    assert at(server, 2)
+    assert stock_at(server, 2)
 
 
 def test_a_bridge_that_has_to_end_while_its_server_may_read_says_no_goodbye(
-    source: Source, led: Led, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: StockSource,
+    led: StockLed,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = led("a", update_s=0.3)
     monkeypatch.setattr(vllm_bridge, "CONTROL_S", 0.3)
@@ -298,7 +243,7 @@ def test_a_bridge_that_has_to_end_while_its_server_may_read_says_no_goodbye(
 
 
 def test_a_tensor_that_a_server_does_not_know_is_named_and_may_be_taken_back(
-    source: Source, led: Led
+    source: StockSource, led: StockLed
 ) -> None:
     server = led("a")
     assert source.publish(1).ok
@@ -309,22 +254,24 @@ def test_a_tensor_that_a_server_does_not_know_is_named_and_may_be_taken_back(
     assert "no.such" in result.reason
     source.trainer.unregister(unknown, timeout=20.0)
     assert source.publish(3).ok
-    assert at(server, 3)
+    assert stock_at(server, 3)
 
 
-def test_an_update_that_another_has_left_open_is_ended_first(source: Source, led: Led) -> None:
+def test_an_update_that_another_has_left_open_is_ended_first(
+    source: StockSource, led: StockLed
+) -> None:
     server = led("a")
     for worker in server.workers:
         worker.active = True
     assert source.publish(1).ok
-    assert at(server, 1)
+    assert stock_at(server, 1)
 
 
 def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(
-    broker: Threaded, url: str, led: Led
+    broker: Threaded, url: str, led: StockLed
 ) -> None:
     server = led("a", packed=True)
-    source = Source(url, ring=True)
+    source = StockSource(url, ring=True)
     try:
         source.trainer.wait_ready(timeout=20.0)
         with left(source.trainer, 1):
@@ -337,15 +284,15 @@ def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(
         assert source.publish(2).ok
     finally:
         source.trainer.close(0.5)
-    assert at(server, 2)
+    assert stock_at(server, 2)
 
 
 # ---------------------------------------------------------------- what cannot be had
 
 
-def test_a_ring_without_packed_is_refused_by_name(url: str, led: Led) -> None:
+def test_a_ring_without_packed_is_refused_by_name(url: str, led: StockLed) -> None:
     server = led("a")
-    source = Source(url, ring=True)
+    source = StockSource(url, ring=True)
     try:
         result = source.publish(1)
     finally:
@@ -357,7 +304,7 @@ def test_a_ring_without_packed_is_refused_by_name(url: str, led: Led) -> None:
 
 @pytest.mark.parametrize("options", [{"verify": True}, {"subset": ["w"], "base": 1}])
 def test_rounds_that_need_our_backend_leave_the_server_alone(
-    source: Source, led: Led, options: dict[str, object]
+    source: StockSource, led: StockLed, options: dict[str, object]
 ) -> None:
     server = led("a")
     assert source.publish(1).ok
@@ -368,7 +315,7 @@ def test_rounds_that_need_our_backend_leave_the_server_alone(
     assert "stock server" in result.reason and "--mode plugin" in result.reason
     assert not server.calls
     assert source.publish(3).ok
-    assert at(server, 3)
+    assert stock_at(server, 3)
 
 
 def test_shared_memory_is_refused_before_any_round(broker: Threaded, url: str) -> None:
@@ -378,7 +325,7 @@ def test_shared_memory_is_refused_before_any_round(broker: Threaded, url: str) -
     bridge = VLLMIpcBridge(VLLMServer(server.url), "policy", "a", endpoint=url)
     thread = threading.Thread(target=bridge.run)
     thread.start()
-    source = Source(url)
+    source = StockSource(url)
     try:
         eventually(lambda: "a" in source.trainer.replicas)
         with pytest.raises(DeadlineError, match="shared memory.*of GPUs alone"):
@@ -412,22 +359,22 @@ def test_a_server_with_more_workers_than_gpus_are_named_ends_the_bridge(
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("experts", [False, True])
 def test_each_worker_of_a_server_gets_what_lies_on_its_gpu(
-    url: str, led: Led, segments: Segments, ring: bool, experts: bool
+    url: str, led: StockLed, segments: Segments, ring: bool, experts: bool
 ) -> None:
     server = led("a", packed=ring, gpus=UUIDS[:2], devices=UUIDS[:2])
     own = ["expert.0", "expert.1"] if experts else ["", ""]
-    made = [Source.beside(url, segments, rank, ring=ring, own=own[rank]) for rank in (0, 1)]
+    made = [StockSource.beside(url, segments, rank, ring=ring, own=own[rank]) for rank in (0, 1)]
     try:
         for version in (1, 2):
             with ThreadPoolExecutor(2) as pool:
-                results = list(pool.map(Source.publish, made, [version] * 2))
+                results = list(pool.map(StockSource.publish, made, [version] * 2))
             assert [result.ok for result in results] == [True, True], results
             assert set(results[0].receivers) == {"a/0", "a/1"}
             if experts:
                 for place, weights in enumerate(server.weights):
                     assert weights.pop(own[place]).eq(float(version)).all()
                     assert not weights.keys() - WEIGHTS.keys()
-            assert at(server, version)
+            assert stock_at(server, version)
     finally:
         for source in made:
             source.trainer.close(0.5)
@@ -438,11 +385,12 @@ def test_each_worker_of_a_server_gets_what_lies_on_its_gpu(
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_ranks_that_send_in_different_steps_are_named(
-    url: str, led: Led, segments: Segments, ring: bool
+    url: str, led: StockLed, segments: Segments, ring: bool
 ) -> None:
     led("a", packed=True, most=1, gpus=UUIDS[:2], devices=UUIDS[:2])
     made = [
-        Source.beside(url, segments, rank, ring=ring, own="more" if rank else "") for rank in (0, 1)
+        StockSource.beside(url, segments, rank, ring=ring, own="more" if rank else "")
+        for rank in (0, 1)
     ]
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -460,7 +408,7 @@ def test_ranks_that_send_in_different_steps_are_named(
 @pytest.mark.program
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_command_leads_stock_servers_until_it_is_told_to_end(
-    source: Source,
+    source: StockSource,
     url: str,
     segments: Segments,
     capfd: pytest.CaptureFixture[str],
@@ -475,7 +423,7 @@ def test_the_command_leads_stock_servers_until_it_is_told_to_end(
     process = subprocess.Popen([*program, f"--endpoint={url}", *words])
     try:
         assert source.publish(1, replicas=2).ok
-        assert all(at(server, 1) for server in servers)
+        assert all(stock_at(server, 1) for server in servers)
         process.terminate()
         assert process.wait(20.0) == 0
     finally:

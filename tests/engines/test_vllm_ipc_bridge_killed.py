@@ -17,9 +17,8 @@ from ..broker.raw_agents import Threaded, eventually
 from ..procs import Spawned
 from .fake_stock_vllm import FakeStockVLLM, Segments
 from .fake_vllm import Gate
-from .stock_parties import Source, at, segments
-
-__all__ = ["segments"]
+from .sources import StockSource as Source
+from .sources import stock_at as at
 
 pytestmark = pytest.mark.program
 

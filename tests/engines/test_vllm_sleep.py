@@ -15,7 +15,7 @@ from tensorlease.protocol.records import Fate
 
 from ..broker.raw_agents import Threaded, eventually
 from .fake_vllm import FakeVLLM
-from .test_vllm_bridge import Source, at, is_fate
+from .sources import Source, at, is_fate
 
 SLEEP = "/sleep?level=1&mode=keep"
 WEIGHTS = "/wake_up?tags=weights"
@@ -30,13 +30,6 @@ UPDATE = [
     "/reset_prefix_cache",
     REST,
 ]
-
-
-@pytest.fixture
-def source(broker: Threaded, url: str) -> Iterator[Source]:
-    made = Source(url)
-    yield made
-    made.trainer.close(0.5)
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
@@ -50,15 +52,16 @@ class Given:
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._tensors = iter(tensors)
-        # What each is called, by where its storage lies; and the last one.
-        self._called: dict[int, str] = {}
+        # Each that was given, and what it is called; and the last one. Whoever records what becomes
+        # of them would take a look at their storage for one at their values.
+        self._given: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._last = "nothing"
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors:
             kind = str(tensor.dtype).removeprefix("torch.")
             self._last = f"{name} ({kind} of {tuple(tensor.shape)})"
-            self._called[tensor.untyped_storage().data_ptr()] = self._last
+            self._given.append((weakref.ref(tensor), self._last))
             yield name, tensor
 
     def error(self, error: Exception) -> UpdateError:
@@ -70,14 +73,19 @@ class Given:
     def _found(self, traceback: TracebackType | None) -> str:
         """Returns which of them was at hand where it failed: loaders reorder what they get."""
         found = ""
+        alive = ((ref(), called) for ref, called in self._given)
+        places = {_place_of(tensor): called for tensor, called in alive if tensor is not None}
         while traceback is not None:
             for value in traceback.tb_frame.f_locals.values():
                 # A tensor; without an import of torch. One of the meta device lies nowhere.
                 if not getattr(value, "is_meta", True):
-                    place: int = value.untyped_storage().data_ptr()
-                    found = self._called.get(place, found)
+                    found = places.get(_place_of(value), found)
             traceback = traceback.tb_next
         return found
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Begun(Struct):
@@ -90,10 +98,20 @@ class _Load(Struct):
 
 
 class _End(Struct):
-    """The round is over for this member."""
+    """The round has failed."""
 
     reason: str
-    """Empty: it commits."""
+
+
+class _Commit(Struct):
+    """The round commits; it does for this member when it is done."""
+
+    info: RoundInfo
+    done: Future[None]
+
+
+Finish = Callable[[RoundInfo], object]
+"""What an engine does when all has come; the member commits if it does not raise."""
 
 
 class EngineMember:
@@ -126,7 +144,9 @@ class EngineMember:
         # The round that brings it, (group, call), and the version that it makes.
         self._round: tuple[str, int] | None = None
         self._makes = 0
-        self._tasks: queue.SimpleQueue[_Begun | _Load | _End] = queue.SimpleQueue()
+        # That round has ended, and `receive` has yet to hear of it.
+        self._over = False
+        self._tasks: queue.SimpleQueue[_Begun | _Load | _Commit | _End] = queue.SimpleQueue()
         worker.on_prepare(self._prepare)
         worker.on_commit(self._commit)
         worker.on_abort(self._abort)
@@ -153,15 +173,16 @@ class EngineMember:
 
     def end(self) -> None:
         """The engine has ended the update: no round is taken in until it begins another."""
-        with self._changed:
-            self._forget()
+        self._leave()
 
-    def receive(self, version: int, timeout: float) -> None:
-        """Loads what the round of this version brings; returns once it is to commit.
+    def receive(self, version: int, timeout: float, finish: Finish | None = None) -> None:
+        """Loads what the round of this version brings; returns once it has committed here.
 
         Args:
             version: What the round is to make.
             timeout: Limit in seconds.
+            finish: Called with the round when it is to commit; what it raises is raised, and has
+                the replica torn.
 
         Raises:
             UpdateError: The round did not begin, failed, or is not over in time; what was loaded of
@@ -195,14 +216,23 @@ class EngineMember:
                     ) from None
                 begun = True
                 if isinstance(task, _End):
-                    if task.reason:
-                        raise UpdateError(f"version {version} did not come: {task.reason}")
+                    raise UpdateError(f"version {version} did not come: {task.reason}")
+                if isinstance(task, _Commit):
+                    self._finish(task, finish)
                     return
                 if isinstance(task, _Load):
                     self._do(task)
                 del task  # Else its views would be there while the next is waited for.
         finally:
-            self.end()
+            self._leave()
+
+    def require_idle(self) -> None:
+        """Raises `UpdateError` while it is in a round: another leader must not take its seat."""
+        if self._worker.goes_on:
+            raise UpdateError(
+                f"a round goes on in which {self._worker!r} takes part: whoever leads it"
+                " has the engine until it has ended"
+            )
 
     def close(self) -> None:
         """Ends the agent. Idempotent."""
@@ -224,12 +254,22 @@ class EngineMember:
             task.tensors.clear()
             task.done.set_result(None)
 
+    def _finish(self, task: _Commit, finish: Finish | None) -> None:
+        try:
+            if finish is not None:
+                finish(task.info)
+        except BaseException as error:
+            task.done.set_exception(error)
+            raise
+        task.done.set_result(None)
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._forget()
+
     def _forget(self) -> None:
         """Nothing is taken any more; who waits to have something loaded is told. Under the lock."""
-        self._version, self._round, self._open = 0, None, False
-        self._drop_tasks()
-
-    def _drop_tasks(self) -> None:
+        self._version, self._round, self._open, self._over = 0, None, False, False
         while True:
             try:
                 task = self._tasks.get_nowait()
@@ -237,6 +277,7 @@ class EngineMember:
                 return
             if isinstance(task, _Load):
                 task.tensors.clear()
+            if isinstance(task, _Load | _Commit):
                 task.done.set_exception(UpdateError("the engine has given the update up"))
 
     def _state(self) -> str:
@@ -255,10 +296,14 @@ class EngineMember:
         except TensorleaseError as error:
             log.error("%r is in no round any more: %s", self._worker, error)
 
+    def _is_told(self) -> bool:
+        """Whether the engine waits for a round, and has left the one before."""
+        return not self._over and bool(self._version or self._open)
+
     def _prepare(self, info: RoundInfo) -> None:
         began = time.monotonic()
         with self._changed:
-            while not self._changed.wait_for(lambda: self._version or self._open, LOOK_S):
+            while not self._changed.wait_for(self._is_told, LOOK_S):
                 if not self._worker.goes_on:
                     raise UpdateError("the round failed before the engine was told of it")
                 if time.monotonic() - began > TOLD_S:
@@ -271,7 +316,6 @@ class EngineMember:
                     f"the engine was told to take version {self._version}, and this is the round of"
                     f" {info.version}"
                 )
-            self._drop_tasks()  # Of a round before, for which `receive` was not called.
             self._round, self._makes = (info.group, info.call), info.version
             self._tasks.put(_Begun())
 
@@ -282,15 +326,25 @@ class EngineMember:
         done.result()
 
     def _commit(self, info: RoundInfo) -> None:
-        self._put(info, _End(""))
+        done: Future[None] = Future()
+        self._put(info, _Commit(info, done))
+        began = time.monotonic()
+        while not futures.wait([done], LOOK_S).done:
+            if not self._version and time.monotonic() - began > BEGIN_S:
+                raise UpdateError(
+                    f"the engine was not told in {BEGIN_S:g} s that what it has is version"
+                    f" {info.version}"
+                )
+        done.result()
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
         with contextlib.suppress(UpdateError):  # It has given up before.
             self._put(info, _End(reason or "the round failed"))
 
-    def _put(self, info: RoundInfo, task: _Load | _End) -> None:
+    def _put(self, info: RoundInfo, task: _Load | _Commit | _End) -> None:
         with self._changed:
             # By now it may receive nothing, or a later try of the same version.
             if self._round != (info.group, info.call):
                 raise UpdateError("the engine has given the update up")
+            self._over = not isinstance(task, _Load)
             self._tasks.put(task)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
-from typing import Final
+from typing import ClassVar, Final
 
 from tensorlease.agents import RoundInfo, WorkerAgent
 from tensorlease.protocol.errors import ClosedError, NoBrokerError, TensorleaseError
@@ -88,6 +88,9 @@ class VLLMBridge:
         self._lock = threading.Lock()
         # The agent, while the server is there.
         self._worker: WorkerAgent | None = None
+
+    _leaves_parts: ClassVar[bool] = False
+    """Whether what the server's layers have kept of an update that failed is loaded with the next."""
 
     @property
     def leads(self) -> bool:
@@ -241,6 +244,10 @@ class VLLMBridge:
         self._begun_at = time.monotonic()
         try:
             self.server.post("/start_weight_update", None, CONTROL_S)
+            if half and self._leaves_parts:
+                # What layers have kept of the update that failed must not be mixed with this one's.
+                self.server.post("/finish_weight_update", None, CONTROL_S)
+                self.server.post("/start_weight_update", None, CONTROL_S)
         except ServerError as error:
             try:
                 self.server.post("/finish_weight_update", None, CONTROL_S)
@@ -253,13 +260,14 @@ class VLLMBridge:
     def _send(self, update: Future[None], version: int) -> None:
         """Has the server's workers take the version, and waits until they have.
 
-        Where they cannot, the round is left: only a goodbye takes back the vote.
+        Where they cannot, the round is left if it goes on: only a goodbye takes back the vote.
         """
         body = {"update_info": {"version": version, "timeout": self._update_s}}
         try:
             self.server.post("/update_weights", body, self._update_s + MARGIN_S)
         except ServerError as error:
-            awaited = self._update is update
+            worker = self._worker
+            awaited = self._update is update and worker is not None and worker.goes_on
             update.set_exception(error)
             if awaited:
                 self._leave(str(error))

@@ -26,11 +26,12 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from tensorlease.agents import WorkerAgent
+from tensorlease.agents import RoundInfo, WorkerAgent
 from tensorlease.agents.recorded import RecordedLoad
 
 from . import vllm_layers
 from .ancestors import call_at_end, server_pid
+from .complete import Completeness, aliases_of
 from .labels import label_of
 from .member import EngineMember, Given, Tensors, UpdateError
 
@@ -79,6 +80,8 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._main = model
         # All that this update brings is copied: no layer is loaded; and all of it is loaded by layers.
         self._copied = self._all_by_layers = False
+        # What has come, where all layers are loaded.
+        self._complete: Completeness | None = None
         # Workers outlive a server that is killed; they must not keep its seat from a new one.
         call_at_end(server_pid(), self.shutdown)
 
@@ -88,7 +91,13 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._recorded
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins the channel; again: as another member, the former is closed."""
+        """Joins the channel; again: as another member, the former is closed.
+
+        Raises:
+            UpdateError: That is in a round.
+        """
+        if self._member is not None:
+            self._member.require_idle()
         self.shutdown()
         parallel = self.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -119,9 +128,13 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._recorded.skip()
         self._copied = recording is not None and not recording.fallback
         self._all_by_layers = recording is None
+        self._complete = None
         vllm_layers.give_up(self.model)  # An update that failed would be loaded with this one.
         if not self._copied:
+            aliases = aliases_of(self.model)
             initialize_layerwise_reload(self.model)
+            if recording is None and self.model is self._main:
+                self._complete = Completeness(self.model, aliases)
         if self._member is not None:
             self._member.begin(copied=self._copied)
 
@@ -129,7 +142,7 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Loads what the round brings; see `EngineMember.receive`."""
         if self._member is None:
             raise UpdateError("/init_weight_transfer_engine has to come before /update_weights")
-        self._member.receive(update_info.version, update_info.timeout)
+        self._member.receive(update_info.version, update_info.timeout, self._require_complete)
 
     def finish_weight_update(self) -> None:
         """All layers are there: what has to be worked out from the weights is."""
@@ -171,9 +184,22 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         model: Any = self.model
         given = Given(tensors)
         try:
-            model.load_weights(given)
+            loaded = model.load_weights(given)
         except Exception as error:
             raise given.error(error) from error
+        if self._complete is not None:
+            self._complete.loaded(loaded)
+
+    def _require_complete(self, info: RoundInfo) -> None:
+        """Raises `UpdateError` if layers lack something of what they are made of."""
+        if self._complete is None:
+            return
+        try:
+            self._complete.require(subset=info.subset)
+        except UpdateError:
+            if self._recorded is not None:
+                self._recorded.abandon()
+            raise
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._main.named_parameters()

@@ -11,16 +11,17 @@ comes over HTTP is text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from tensorlease.agents import WorkerAgent
+from tensorlease.agents import RoundInfo, WorkerAgent
 from tensorlease.protocol.errors import ConfigError
 
 from . import vllm_layers
 from .ancestors import call_at_end, server_pid
+from .complete import Completeness, aliases_of
 from .labels import label_of
-from .member import EngineMember, Given, Tensors, UpdateError
+from .member import EngineMember, Finish, Given, Tensors, UpdateError
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,10 @@ class WorkerExtension:
 
     _tensorlease_member: EngineMember | None = None
     _tensorlease_watched: bool = False
+    # An update has begun that did not come to its end.
+    _tensorlease_half: bool = False
+    # What has come of it, where layers are loaded anew.
+    _tensorlease_complete: Completeness | None = None
 
     def tensorlease_init(self, channel: str, replica: str, endpoint: str = "") -> int:
         """Joins the channel; again: as another member, the former is closed.
@@ -52,7 +57,12 @@ class WorkerExtension:
 
         Returns:
             The member number; there are as many as the engine has workers.
+
+        Raises:
+            UpdateError: The former is in a round.
         """
+        if self._tensorlease_member is not None:
+            self._tensorlease_member.require_idle()
         self.tensorlease_close()
         parallel = self.vllm_config.parallel_config
         # Of the data-parallel ranks; versions that have no index have ranks alone.
@@ -102,13 +112,13 @@ class WorkerExtension:
         with self._tensorlease_config():
             begin, end = self._tensorlease_reload()
             begin()
+            self._tensorlease_half = True
             try:
-                self._tensorlease_member.receive(number, limit)
-                end()
+                self._tensorlease_member.receive(number, limit, end)
             except BaseException:
-                with suppress(ImportError):
-                    vllm_layers.give_up(self.model_runner.model)
+                vllm_layers.give_up(self.model_runner.model)
                 raise
+            self._tensorlease_half = False
         return number
 
     def tensorlease_close(self) -> None:
@@ -123,15 +133,14 @@ class WorkerExtension:
         # A loader may keep what it is given until a layer is complete.
         given = Given((name, tensor.clone()) for name, tensor in tensors)
         try:
-            self.model_runner.model.load_weights(given)
+            loaded = self.model_runner.model.load_weights(given)
         except Exception as error:
             raise given.error(error) from error
+        if self._tensorlease_complete is not None:
+            self._tensorlease_complete.loaded(loaded)
 
     def _tensorlease_lacking(self, subset: bool) -> list[str]:
-        try:
-            return vllm_layers.lacking(self.model_runner.model, whole=not subset)
-        except ImportError:
-            return []  # Before layers could be loaded anew, vLLM did not count.
+        return vllm_layers.lacking(self.model_runner.model, whole=not subset)
 
     def _tensorlease_config(self) -> AbstractContextManager[object]:
         """Returns what makes the engine's settings those that vLLM's layers see."""
@@ -142,7 +151,7 @@ class WorkerExtension:
         context: AbstractContextManager[object] = set_current_vllm_config(self.vllm_config)
         return context
 
-    def _tensorlease_reload(self) -> tuple[Callable[[], object], Callable[[], object]]:
+    def _tensorlease_reload(self) -> tuple[Callable[[], object], Finish]:
         """Returns what comes before all loads of an update, and after them."""
         model, config = self.model_runner.model, self.vllm_config.model_config
         try:
@@ -153,9 +162,20 @@ class WorkerExtension:
 
             return (
                 lambda: None,
-                lambda: process_weights_after_loading(model, config, self.device),
+                lambda _: process_weights_after_loading(model, config, self.device),
             )
-        return (
-            lambda: reload.initialize_layerwise_reload(model),
-            lambda: reload.finalize_layerwise_reload(model, config),
-        )
+
+        def begin() -> None:
+            if self._tensorlease_half:
+                # What layers have kept of an update that failed must not be mixed with this one's.
+                reload.finalize_layerwise_reload(model, config)
+            aliases = aliases_of(model)
+            reload.initialize_layerwise_reload(model)
+            self._tensorlease_complete = Completeness(model, aliases)
+
+        def end(info: RoundInfo) -> None:
+            assert self._tensorlease_complete is not None
+            self._tensorlease_complete.require(subset=info.subset)
+            reload.finalize_layerwise_reload(model, config)
+
+        return begin, end

@@ -42,7 +42,10 @@ def lacking(model: torch.nn.Module, *, whole: bool) -> list[str]:
 
 
 def give_up(model: torch.nn.Module) -> None:
-    """Ends a load by layers that failed: each layer has the tensors that it had before."""
+    """Ends a load by layers that failed: each layer has the tensors that it had before.
+
+    Else what layers have kept of it would be loaded with the next one, or raised there.
+    """
     for _, layer, info in _begun(model):
         if info.kernel_tensors is not None:
             _place_back(layer, info)
@@ -50,8 +53,10 @@ def give_up(model: torch.nn.Module) -> None:
 
 
 def _begun(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
+    try:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    except ImportError:
+        return  # A version that does not load by layers, or counts otherwise.
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         if info.can_load():

@@ -1,21 +1,52 @@
-"""Trainers for stock servers that are fakes, and whether such a server has a version."""
+"""Trainers that publish to servers that are led, and whether a server has what they published."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tensorlease.agents import RoundResult, TrainerAgent
 from tensorlease.agents.ring import RingOptions
+from tensorlease.protocol.records import Fate
 
 from ..agents.fake_cuda import UUIDS
-from .fake_stock_vllm import FakeStockVLLM, Segments, passing_for_gpu
+from .fake_stock_vllm import FakeStockVLLM, Segments
+from .fake_vllm import FakeVLLM
 
 
-@pytest.fixture
-def segments(monkeypatch: pytest.MonkeyPatch) -> Segments:
-    """Shared memory of this process's trainers passes for that of a GPU."""
-    return passing_for_gpu(monkeypatch)
+class Source:
+    """A trainer of one tensor, `w`, each of whose values is the version."""
+
+    def __init__(self, url: str) -> None:
+        self.trainer = TrainerAgent("policy", endpoint=url)
+        self._weights = torch.zeros(3)
+        self.trainer.register({"w": self._weights})
+
+    def write(self, version: int) -> None:
+        """Sets the tensor to the version."""
+        self._weights.fill_(float(version))
+
+    def publish(self, version: int, replicas: int = 1) -> RoundResult:
+        """Publishes a version once so many replicas are ready."""
+        self.trainer.wait_ready(replicas, timeout=20.0)
+        assert self.trainer.may_write()
+        self.write(version)
+        return self.trainer.publish(version, timeout=30.0)
+
+
+def at(server: FakeVLLM, version: int) -> bool:
+    """Whether all of its workers have the version, and it works."""
+    wanted = [float(version)] * 3
+    values = [each["w"].tolist() for each in server.weights if each]
+    settled = server.label == str(version) and not server.paused and not server.active
+    return settled and values == [wanted] * server.world_size
+
+
+def is_fate(fate: Fate, wanted: Fate) -> bool:
+    """Whether it is the wanted one; a leader that leaves may be heard to before it has gone."""
+    return fate is wanted or (wanted is Fate.LOST and fate is Fate.EXPELLED)
+
+
+# ---------------------------------------------------------------- stock servers
 
 
 WEIGHTS = {
@@ -27,15 +58,17 @@ WEIGHTS = {
 }
 
 
-class Source:
-    """A trainer, each of whose values is the version."""
+class StockSource:
+    """A trainer for stock servers, each of whose values is the version."""
 
     def __init__(self, url: str, *, ring: bool = False, slots: int = 2) -> None:
         options = RingOptions(slots, 8192) if ring else None
         self._take(TrainerAgent("policy", endpoint=url, ring=options), ring)
 
     @classmethod
-    def beside(cls, url: str, segments: Segments, rank: int, *, ring: bool, own: str) -> Source:
+    def beside(
+        cls, url: str, segments: Segments, rank: int, *, ring: bool, own: str
+    ) -> StockSource:
         """Returns rank `rank` of two, on a GPU of its own; `own`: a tensor that no other has."""
         source, gpu = cls.__new__(cls), UUIDS[rank]
         options = RingOptions(2, 8192) if ring else None
@@ -66,7 +99,7 @@ class Source:
         return self.trainer.publish(version, timeout=30.0)
 
 
-def at(server: FakeStockVLLM, version: int) -> bool:
+def stock_at(server: FakeStockVLLM, version: int) -> bool:
     """Whether all of its workers have exactly the version, and it works."""
     settled = server.label == str(version) and not server.paused and not server.active
     return settled and not server.unwaited and all(has(w, version) for w in server.weights)
