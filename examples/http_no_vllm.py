@@ -92,7 +92,7 @@ def led(
         VLLMIpcBridge(
             server,
             CHANNEL,
-            server.url.removeprefix("http://"),
+            server.address,
             endpoint=endpoint,
             devices=gpus,
             packed=packed,

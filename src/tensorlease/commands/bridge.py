@@ -110,7 +110,7 @@ def vllm(
     With --mode ipc the servers are stock ones, without this package: VLLM_SERVER_DEV_MODE=1,
     VLLM_ALLOW_INSECURE_SERIALIZATION=1 and --weight-transfer-config '{"backend": "ipc"}'.
     """
-    servers = [VLLMServer(url) for url in dict.fromkeys(urls)]
+    servers = list({server.address: server for server in map(VLLMServer, urls)}.values())
     if len(devices) not in (1, len(servers)):
         raise click.UsageError(
             f"{len(devices)} --device for {len(servers)} servers: give one for all, or one for each"
@@ -126,7 +126,7 @@ def vllm(
         return [lead(server, label, place) for server, label in zip(servers, labels, strict=True)]
 
     def lead(server: VLLMServer, label: str, place: str) -> VLLMBridge:
-        replica = server.url.removeprefix("http://")
+        replica = server.address
         if mode == "ipc":
             from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge
 

@@ -19,6 +19,7 @@ from typing import Final
 from tensorlease.agents import RoundInfo, WorkerAgent
 from tensorlease.protocol.errors import ClosedError, NoBrokerError, TensorleaseError
 
+from .leadership import leading
 from .member import UpdateError
 from .vllm_hold import Hold
 from .vllm_server import ControlledServer, ServerError
@@ -99,8 +100,13 @@ class VLLMBridge:
         """Serves rounds, whenever the server is there, until `stop`.
 
         Raises:
+            ConfigError: Another leads the server.
             TensorleaseError: What ends the agent: no broker, a place that is taken.
         """
+        with leading(self.server.address, self._ending):
+            self._run()
+
+    def _run(self) -> None:
         looking = threading.Thread(target=self._look, name="tensorlease-look", daemon=True)
         looking.start()
         joined = False

@@ -68,6 +68,7 @@ class ClientServer:
                 " workers=, those of all data-parallel ranks"
             )
         self.url = replica or ("vllm" if self._server is None else self._server.url)
+        self.address = "" if self._server is None else self._server.address
 
     def is_healthy(self, timeout: float = 5.0) -> bool:
         """Whether it answers; True where that cannot be asked."""

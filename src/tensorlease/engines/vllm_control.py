@@ -12,7 +12,7 @@ from tensorlease.agents import TrainerAgent
 from tensorlease.protocol.errors import ClosedError, ConfigError, DeadlineError
 
 from .vllm_bridge import VLLMBridge
-from .vllm_server import ControlledServer, VLLMServer
+from .vllm_server import ControlledServer, VLLMServer, name_of
 
 LOOK_S: Final = 0.05
 """Between two looks whether all servers that answer are led."""
@@ -187,7 +187,7 @@ class VLLMControl:
         return VLLMBridge(
             server,
             trainer.channel,
-            server.url.removeprefix("http://"),
+            name_of(server.url),
             endpoint=trainer.endpoint,
             device=trainer.device,
             update_s=self._update_s,

@@ -28,12 +28,11 @@ from .meeting import Meeting
 from .member import UpdateError
 from .readers import living, readers_of
 from .vllm_bridge import VLLMBridge
-from .vllm_server import ServerError, VLLMServer
+from .vllm_server import LOCAL, ServerError, VLLMServer
 from .vllm_wire import Info, Spot, merged, nothing_of, packed, runs, unpacked
 
 DEFAULT_PACKED_BYTES: Final = 2**30
 """Bytes of one packed call, at most: the server copies all of it once."""
-LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 ONCE: Final = (
     "unpacked, a stock vLLM server takes all weights of a GPU at once, registered by one trainer:"
     " start the bridge with --packed"

@@ -14,6 +14,8 @@ from tensorlease.protocol.errors import ConfigError, TensorleaseError
 
 MOST_SHOWN: Final = 300
 """Characters of an answer that an error shows."""
+LOCAL: Final = ("127.0.0.1", "localhost", "::1")
+"""Hosts that are this one."""
 
 
 class ServerError(TensorleaseError):
@@ -36,6 +38,11 @@ class ControlledServer(Protocol):
     @property
     def url(self) -> str:
         """Its address, or what it is called."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where it listens, however its URL is written; empty: not known."""
         ...
 
     def is_healthy(self, timeout: float = ...) -> bool:
@@ -75,6 +82,8 @@ class VLLMServer:
         if parts.scheme != "http" or not host or parts.path.strip("/"):
             raise ConfigError(f"--url {url!r}: must be like http://127.0.0.1:8000")
         self.url: Final = f"http://{parts.netloc}"
+        self.address: Final = name_of(self.url)
+        """`127.0.0.1:8000`: what it is called in its channel, however its URL is written."""
         self.host: Final = host
         self.port: Final = port or 80
 
@@ -155,6 +164,15 @@ class VLLMServer:
             return json.loads(text) if text else None
         except ValueError:
             raise ServerError(f"{self.url}{path} answered no JSON: {text[:MOST_SHOWN]}") from None
+
+
+def name_of(url: str) -> str:
+    """Returns what a server is called in its channel: the same for each way to write its URL."""
+    if not url.startswith("http://"):
+        return url
+    parts = urlsplit(url)
+    host = "127.0.0.1" if parts.hostname in LOCAL else parts.hostname or ""
+    return f"{f'[{host}]' if ':' in host else host}:{parts.port or 80}"
 
 
 def _cut(connection: http.client.HTTPConnection, over: threading.Event) -> None:
