@@ -19,7 +19,8 @@ from ..protocol.tables import Buffer, TensorEntry, decode_batch, decode_offer
 from .account import MAX_MISSING
 from .errors import MappingError
 from .hooks import bounded
-from .intake import Copied, Intake, Offer
+from .intake import Copied, Intake
+from .offers import Offer
 from .sink import AttachedTensors
 from .work import CopyWork
 from .worker import WorkerAgent

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tensorlease.agents import RoundResult, TrainerAgent
+from tensorlease.agents.loading import UNTOUCHED
 from tensorlease.engines import vllm_bridge
 from tensorlease.engines.vllm_bridge import VLLMBridge
 from tensorlease.engines.vllm_server import VLLMServer
-from tensorlease.protocol.records import Fate
+from tensorlease.protocol.records import Fate, Outcome
 
 from ..broker.raw_agents import Threaded, eventually
 from .conftest import left
@@ -204,6 +205,31 @@ def test_a_worker_that_cannot_load_is_the_reason_and_its_server_is_held_until_th
     assert source.publish(2, 2).ok
     assert at(bad, 2)
     assert at(good, 2)
+
+
+def test_a_server_of_one_worker_that_says_that_nothing_was_written_is_not_held(
+    source: Source, led: Led
+) -> None:
+    one, two = led("one"), led("two", world_size=2)
+    assert source.publish(1, 2).ok
+    for server in (one, two):
+        server.load_fails = f"{'x' * 400} is new; {UNTOUCHED}"
+    result = source.publish(2, 2)
+    assert result.outcome is Outcome.FAILED
+    eventually(lambda: not one.paused)
+    # Of two workers, one may have written what the other has not.
+    assert two.paused
+    assert source.publish(3, 2).ok
+    assert at(one, 3) and at(two, 3)
+    # It had half of a version before: that is not whole by what has failed now.
+    for version, text in ((4, "out of memory"), (5, UNTOUCHED)):
+        one.calls.clear()
+        one.load_fails = text
+        assert not source.publish(version, 2).ok
+        eventually(lambda: "/init_weight_transfer_engine" in one.calls)  # It is led again.
+        assert one.paused and not one.load_fails
+    assert source.publish(6, 2).ok
+    assert at(one, 6)
 
 
 def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(

@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as NotYetError
 from typing import Final
 
 from tensorlease.agents import RoundInfo, WorkerAgent
+from tensorlease.agents.loading import UNTOUCHED
 from tensorlease.protocol.errors import ClosedError, NoBrokerError, TensorleaseError
 
 from .leadership import leading
@@ -78,10 +79,13 @@ class VLLMBridge:
         self._update_s = update_s
         self.hold: Final = Hold(server, pause, sleep, lambda: SLEEP_S if sleep else CONTROL_S)
         self._recorded = recorded
+        self._workers = 0
         # What becomes of the call of `/update_weights`, until the round is decided.
         self._update: Future[None] | None = None
         # The server has half of a version, or may have: it must not answer requests.
         self._half = False
+        # Whether it had before the update at hand.
+        self._had_half = False
         # When it was told to hold requests, and to begin the update at hand.
         self._held_at = self._begun_at = 0.0
         self._ending = threading.Event()
@@ -152,7 +156,8 @@ class VLLMBridge:
 
     def _serve(self) -> None:
         """Leads the server until it goes, or `stop` is called."""
-        size = 1 + self.server.world_size()
+        self._workers = self.server.world_size()
+        size = 1 + self._workers
         init = {"channel": self._channel, "replica": self.replica, "size": size}
         init["endpoint"] = self._endpoint
         if not self._recorded:
@@ -244,6 +249,7 @@ class VLLMBridge:
     def _start(self) -> None:
         """Begins an update; one that failed may still be open, and has to be finished before."""
         half, self._half = self._half, True
+        self._had_half = half
         self._begun_at = time.monotonic()
         try:
             self.server.post("/start_weight_update", None, CONTROL_S)
@@ -266,11 +272,23 @@ class VLLMBridge:
             self.server.post("/update_weights", body, self._update_s + MARGIN_S)
         except ServerError as error:
             awaited = self._update is update
+            if UNTOUCHED in error.answer:
+                self._let_go()
             update.set_exception(error)
             if awaited:
                 self._leave(str(error))
         else:
             update.set_result(None)
+
+    def _let_go(self) -> None:
+        """The server goes on: its worker has said that nothing was written.
+
+        Of several workers one says so, and is not asked what others have.
+        """
+        if self._workers == 1 and not self._had_half:
+            with contextlib.suppress(ServerError):
+                self.hold.undo()
+                self._half = False
 
     def _commit(self, info: RoundInfo) -> None:
         server = self.server

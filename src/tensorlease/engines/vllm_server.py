@@ -24,10 +24,14 @@ class ServerError(TensorleaseError):
     Attributes:
         refused: It has said no. Else it may have done, or still do, what it was asked to.
         absent: Nothing listens at its address.
+        answer: All that it has said, of which the message shows the beginning.
     """
 
-    def __init__(self, text: str, *, refused: bool = False, absent: bool = False) -> None:
+    def __init__(
+        self, text: str, *, refused: bool = False, absent: bool = False, answer: str = ""
+    ) -> None:
         super().__init__(text)
+        self.answer = answer
         self.refused = refused
         self.absent = absent
 
@@ -156,9 +160,11 @@ class VLLMServer:
             limit.cancel()
             connection.close()
         if answer.status != http.HTTPStatus.OK:
+            said = _message(text)
             raise ServerError(
-                f"{self.url}{path} answered {answer.status}: {_message(text)[:MOST_SHOWN]}",
+                f"{self.url}{path} answered {answer.status}: {said[:MOST_SHOWN]}",
                 refused=True,
+                answer=said,
             )
         try:
             return json.loads(text) if text else None
