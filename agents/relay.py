@@ -238,7 +238,8 @@ def require_whole(handle: object, entries: Sequence[TensorEntry]) -> None:
     if handle is not None and not isinstance(handle, CudaIpcHandle):
         raise MappingError(
             f"{entries[0].name}: lies in shared memory, and the server reads that of GPUs alone:"
-            " register tensors of a GPU, or give the trainer a ring on one (device='cuda:0')"
+            " register tensors of a GPU, or give the trainer a ring on one (device='cuda:0', or"
+            " `tensorlease push --device cuda:0`)"
         )
     for entry in entries:
         if not entry.box.is_whole(entry.shape):
