@@ -54,6 +54,8 @@ class FakeVLLM:
         # What an endpoint answers once, instead of doing it.
         self.fails: dict[str, str] = {}
         self._gates: dict[str, Gate] = {}
+        # What an endpoint answers each time: status and text.
+        self.always: dict[str, tuple[int, str]] = {}
         # What a worker raises, once, when it is to load something.
         self.load_fails = ""
         # Set when something was loaded in the update at hand.
@@ -127,6 +129,8 @@ class FakeVLLM:
             if (gate := self._gates.pop(parts.path, None)) is not None:
                 gate.came.set()
                 gate.go.wait(30.0)
+            if parts.path in self.always:
+                raise Refused(*self.always[parts.path])
             for path in (request.path, parts.path):
                 if path in self.fails:
                     raise Refused(500, self.fails.pop(path))

@@ -24,7 +24,7 @@ def fake() -> Iterator[FakeVLLM]:
 
 def test_it_asks_what_a_bridge_has_to_know(fake: FakeVLLM) -> None:
     server = VLLMServer(fake.url + "/")
-    assert server.is_healthy()
+    assert not server.ails()
     assert server.world_size() == 3
     assert server.is_paused() is False
     server.post("/pause", None, 10.0, mode="keep")
@@ -51,7 +51,7 @@ def test_who_does_not_answer_is_named_with_the_limit(fake: FakeVLLM) -> None:
     fake.die()
     with pytest.raises(ServerError, match=f"{fake.url}/resume cannot be reached"):
         VLLMServer(fake.url).post("/resume", None, 10.0)
-    assert not VLLMServer(fake.url).is_healthy()
+    assert VLLMServer(fake.url).ails().startswith(f"{fake.url} does not answer: /health cannot be")
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "https://there", "http://there/v1"])

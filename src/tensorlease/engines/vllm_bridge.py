@@ -14,15 +14,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
-from typing import Final
+from typing import Any, Final
 
 from tensorlease.agents import RoundInfo, WorkerAgent
 from tensorlease.agents.loading import UNTOUCHED
-from tensorlease.protocol.errors import ClosedError, NoBrokerError, TensorleaseError
+from tensorlease.protocol.errors import ClosedError, NoBrokerError, RefusedError, TensorleaseError
+from tensorlease.protocol.records import Code
 
 from .leadership import leading
 from .member import UpdateError
+from .rarely import Rarely
 from .vllm_hold import Hold
+from .vllm_plugin import BACKEND
 from .vllm_server import ControlledServer, ServerError
 
 LOOK_S: Final = 1.0
@@ -37,6 +40,11 @@ MARGIN_S: Final = 10.0
 """By so much longer than its workers wait, the answer to an update is waited for."""
 END_S: Final = 5.0
 """How long the thread that looks is waited for."""
+
+OTHER_BACKEND: Final = ("unexpected keyword argument", "Weight transfer not configured")
+"""What vLLM says of an init that is for another backend."""
+MOST_SHOWN: Final = 160
+"""Characters of that which an error shows."""
 
 log = logging.getLogger("tensorlease.engines")
 
@@ -80,6 +88,7 @@ class VLLMBridge:
         self.hold: Final = Hold(server, pause, sleep, lambda: SLEEP_S if sleep else CONTROL_S)
         self._recorded = recorded
         self._workers = 0
+        self._said, self._waits = Rarely(), Rarely()
         # What becomes of the call of `/update_weights`, until the round is decided.
         self._update: Future[None] | None = None
         # The server has half of a version, or may have: it must not answer requests.
@@ -121,12 +130,14 @@ class VLLMBridge:
                     joined = True
                 except ServerError as error:  # It has gone again, or is none.
                     self.away = str(error)
-                    log.error("%s", error)
+                    if self._said.due(self.away):
+                        log.error("%s", error)
                     self._ending.wait(LOOK_S)
                 except NoBrokerError as error:
                     if not joined:
                         raise
-                    log.error("%s", error)
+                    if self._said.due(str(error)):
+                        log.error("%s", error)
                     self._ending.wait(LOOK_S)
         finally:
             self._ending.set()
@@ -143,14 +154,12 @@ class VLLMBridge:
 
     def _await_server(self) -> bool:
         """Waits for the server; False: it is to end."""
-        said = False
         while not self._ending.is_set():
-            if self.server.is_healthy():
+            if not (ails := self.server.ails()):
                 return True
-            self.away = f"{self.server.url} does not answer"
-            if not said:
-                log.info("waits for %s", self.server.url)
-                said = True
+            self.away = ails
+            if self._waits.due(ails):
+                log.warning("waits: %s", ails)
             self._ending.wait(LOOK_S)
         return False
 
@@ -162,7 +171,7 @@ class VLLMBridge:
         init["endpoint"] = self._endpoint
         if not self._recorded:
             init["recorded"] = False
-        self.server.post("/init_weight_transfer_engine", {"init_info": init}, CONTROL_S)
+        self._post_init(init, BACKEND, "ipc")
         worker = WorkerAgent(
             self._channel,
             replica=self.replica,
@@ -173,6 +182,28 @@ class VLLMBridge:
         )
         self._lead(worker, worker.attend)
 
+    def _post_init(self, init: dict[str, Any], backend: str, other: str) -> None:
+        """Has the server's workers begin with weight transfer.
+
+        Args:
+            init: What its backend is told.
+            backend: Which that must be.
+            other: The mode of a bridge for the other one.
+        """
+        try:
+            self.server.post("/init_weight_transfer_engine", {"init_info": init}, CONTROL_S)
+        except ServerError as error:
+            if not any(text in error.answer for text in OTHER_BACKEND):
+                raise
+            raise ServerError(
+                f"{self.server.url} has another weight-transfer backend than {backend!r}: start it with"
+                f' --weight-transfer-config \'{{"backend": "{backend}"}}\', or lead it by'
+                f" `tensorlease bridge vllm --mode {other}` if it has that one's"
+                f" ({error.answer[:MOST_SHOWN]})",
+                refused=True,
+                answer=error.answer,
+            ) from None
+
     def _lead(self, worker: WorkerAgent, join: Callable[[], None]) -> None:
         """Has member 0 join and serve, until the server goes, or `stop` is called."""
         # Another leader may have held it, for half of a version.
@@ -181,7 +212,14 @@ class VLLMBridge:
             worker.on_prepare(self._prepare)
             worker.on_commit(self._commit)
             worker.on_abort(self._abort)
-            join()
+            try:
+                join()
+            except RefusedError as error:
+                if error.code != Code.PLACE_TAKEN.value:
+                    raise
+                who = str(error).partition(";")[0]
+                text = f"{self.server.url} is led by another, or its name is taken: {who}; end that one"
+                raise RefusedError(text, error.code) from None
             with self._lock:
                 self._worker = worker
                 self.away = ""
@@ -199,8 +237,8 @@ class VLLMBridge:
     def _look(self) -> None:
         """Has the replica leave the channel when the server does not answer any more."""
         while not self._ending.wait(LOOK_S):
-            if self._worker is not None and not self.server.is_healthy(SILENT_S):
-                self._leave(f"{self.server.url} does not answer any more")
+            if self._worker is not None and (ails := self.server.ails(SILENT_S)):
+                self._leave(ails)
 
     def _leave(self, why: str) -> None:
         with self._lock:

@@ -70,9 +70,9 @@ class ClientServer:
         self.url = replica or ("vllm" if self._server is None else self._server.url)
         self.address = "" if self._server is None else self._server.address
 
-    def is_healthy(self, timeout: float = 5.0) -> bool:
-        """Whether it answers; True where that cannot be asked."""
-        return self._server is None or self._server.is_healthy(timeout)
+    def ails(self, timeout: float = 5.0) -> str:
+        """Returns why it cannot be used; empty where that cannot be asked, too."""
+        return "" if self._server is None else self._server.ails(timeout)
 
     def world_size(self, timeout: float = 10.0) -> int:
         """Returns how many workers it has."""

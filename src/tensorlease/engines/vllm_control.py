@@ -96,7 +96,7 @@ class VLLMControl:
         late: DeadlineError | None = None
         while True:
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)  # Where its thread was says nothing here.
             self._check_open()
             leading = [bridge.replica for bridge in self._bridges if bridge.leads]
             away = [bridge.away for bridge in self._bridges if bridge.away and not bridge.leads]

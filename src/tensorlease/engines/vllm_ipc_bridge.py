@@ -155,8 +155,7 @@ class VLLMIpcBridge(VLLMBridge):
                 seat.close(0.0)
 
     def _init(self) -> None:
-        init = {"packed": self._packed}
-        self.server.post("/init_weight_transfer_engine", {"init_info": init}, base.CONTROL_S)
+        self._post_init({"packed": self._packed}, "ipc", "plugin")
 
     # ------------------------------------------------------------ hooks
 

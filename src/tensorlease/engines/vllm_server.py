@@ -14,6 +14,8 @@ from tensorlease.protocol.errors import ConfigError, TensorleaseError
 
 MOST_SHOWN: Final = 300
 """Characters of an answer that an error shows."""
+OTHERS: Final = ("/health", "/v1/")
+"""What a server has without `VLLM_SERVER_DEV_MODE`, too."""
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 """Hosts that are this one."""
 
@@ -49,8 +51,8 @@ class ControlledServer(Protocol):
         """Where it listens, however its URL is written; empty: not known."""
         ...
 
-    def is_healthy(self, timeout: float = ...) -> bool:
-        """Whether it answers."""
+    def ails(self, timeout: float = ...) -> str:
+        """Returns why it cannot be used; empty: it answers."""
         ...
 
     def world_size(self, timeout: float = ...) -> int:
@@ -82,22 +84,24 @@ class VLLMServer:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise ConfigError(f"--url {url!r}: {error}") from None
+            raise ConfigError(f"a server's URL, {url!r}: {error}") from None
         if parts.scheme != "http" or not host or parts.path.strip("/"):
-            raise ConfigError(f"--url {url!r}: must be like http://127.0.0.1:8000")
+            raise ConfigError(f"a server's URL, {url!r}: must be like http://127.0.0.1:8000")
         self.url: Final = f"http://{parts.netloc}"
         self.address: Final = name_of(self.url)
         """`127.0.0.1:8000`: what it is called in its channel, however its URL is written."""
         self.host: Final = host
         self.port: Final = port or 80
 
-    def is_healthy(self, timeout: float = 5.0) -> bool:
-        """Whether it answers that it is."""
+    def ails(self, timeout: float = 5.0) -> str:
+        """Returns why it cannot be used; empty: it answers that it can."""
         try:
             self._ask("GET", "/health", None, timeout)
-        except ServerError:
-            return False
-        return True
+        except ServerError as error:
+            if not error.refused:
+                return f"{self.url} does not answer: {str(error).removeprefix(self.url)}"
+            return f"{error} (is it a vLLM server, and has its engine ended?)"
+        return ""
 
     def world_size(self, timeout: float = 10.0) -> int:
         """Returns how many workers it has, those of all data-parallel ranks."""
@@ -161,8 +165,11 @@ class VLLMServer:
             connection.close()
         if answer.status != http.HTTPStatus.OK:
             said = _message(text)
+            shown = " ".join(said.split())[:MOST_SHOWN]
+            if answer.status == http.HTTPStatus.NOT_FOUND and not path.startswith(OTHERS):
+                shown = f"{shown}: start the server with VLLM_SERVER_DEV_MODE=1"
             raise ServerError(
-                f"{self.url}{path} answered {answer.status}: {said[:MOST_SHOWN]}",
+                f"{self.url}{path} answered {answer.status}: {shown}",
                 refused=True,
                 answer=said,
             )
@@ -191,7 +198,7 @@ def _cut(connection: http.client.HTTPConnection, over: threading.Event) -> None:
 def _message(text: str) -> str:
     """Returns what vLLM says is wrong; else all that it says."""
     try:
-        error = json.loads(text)
-        return str(error["error"]["message"])
+        answer = json.loads(text)
+        return str(answer["detail"] if "detail" in answer else answer["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return text
