@@ -54,6 +54,8 @@ class FakeVLLM:
         # What an endpoint answers once, instead of doing it.
         self.fails: dict[str, str] = {}
         self._gates: dict[str, Gate] = {}
+        # What it says of how it was started; None: it is one that does not.
+        self.info: dict[str, Any] | None = None
         # What an endpoint answers each time: status and text.
         self.always: dict[str, tuple[int, str]] = {}
         # What a worker raises, once, when it is to load something.
@@ -157,6 +159,8 @@ class FakeVLLM:
                 return None
             case "/get_world_size":
                 return {"world_size": self.world_size}
+            case "/server_info" if self.info is not None:
+                return self.info
             case "/is_paused":
                 return {"is_paused": self.paused}
             case "/pause":

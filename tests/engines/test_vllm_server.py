@@ -54,6 +54,17 @@ def test_who_does_not_answer_is_named_with_the_limit(fake: FakeVLLM) -> None:
     assert VLLMServer(fake.url).ails().startswith(f"{fake.url} does not answer: /health cannot be")
 
 
+@pytest.mark.parametrize("device", ["cuda:0", "cuda", "0", "GPU-1,GPU-1"])
+def test_a_device_that_is_no_gpu_of_the_hosts_is_refused(
+    device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bridge", "vllm", "--url=http://127.0.0.1:9", "--mode=ipc", f"--device={device}"]
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert f"--device {device}: " in said
+    assert "UUID" in said or "named once" in said
+
+
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "https://there", "http://there/v1"])
 def test_what_is_no_address_of_a_server_is_refused(
     url: str, capsys: pytest.CaptureFixture[str]

@@ -87,6 +87,7 @@ class VLLMBridge:
         self._update_s = update_s
         self.hold: Final = Hold(server, pause, sleep, lambda: SLEEP_S if sleep else CONTROL_S)
         self._recorded = recorded
+        self._sleep = sleep
         self._workers = 0
         self._said, self._waits = Rarely(), Rarely()
         # What becomes of the call of `/update_weights`, until the round is decided.
@@ -172,6 +173,11 @@ class VLLMBridge:
         if not self._recorded:
             init["recorded"] = False
         self._post_init(init, BACKEND, "ipc")
+        if self._sleep and self.server.cannot_sleep():
+            log.warning(
+                "%s was started without --enable-sleep-mode: its memory stays where it is in updates",
+                self.server.url,
+            )
         worker = WorkerAgent(
             self._channel,
             replica=self.replica,
@@ -372,7 +378,7 @@ class VLLMBridge:
                 " commits",
                 self.server.url,
                 info.version,
-                reason,
+                reason if len(reason) <= MOST_SHOWN else f"{reason[:MOST_SHOWN]} ...",
                 self.hold.state.value,
             )
 

@@ -85,6 +85,10 @@ class ClientServer:
         """No: whoever pauses the engine resumes it."""
         return False
 
+    def cannot_sleep(self, timeout: float = 60.0) -> bool:
+        """No: whoever puts it to sleep knows."""
+        return False
+
     def post(
         self, path: str, body: dict[str, Any] | None, timeout: float, **query: str | list[str]
     ) -> Any:

@@ -12,7 +12,7 @@ from urllib.parse import urlencode, urlsplit
 
 from tensorlease.protocol.errors import ConfigError, TensorleaseError
 
-MOST_SHOWN: Final = 300
+MOST_SHOWN: Final = 200
 """Characters of an answer that an error shows."""
 OTHERS: Final = ("/health", "/v1/")
 """What a server has without `VLLM_SERVER_DEV_MODE`, too."""
@@ -63,6 +63,10 @@ class ControlledServer(Protocol):
         """Whether it holds its requests."""
         ...
 
+    def cannot_sleep(self, timeout: float = ...) -> bool:
+        """Whether it says that it was started without sleep mode."""
+        ...
+
     def post(
         self, path: str, body: dict[str, Any] | None, timeout: float, **query: str | list[str]
     ) -> Any:
@@ -110,6 +114,14 @@ class VLLMServer:
     def is_paused(self, timeout: float = 10.0) -> bool:
         """Whether it holds its requests."""
         return bool(self._get("/is_paused", "is_paused", timeout))
+
+    def cannot_sleep(self, timeout: float = 60.0) -> bool:
+        """Whether it says that it was started without `--enable-sleep-mode`; older ones do not."""
+        try:
+            found = self.get("/server_info?config_format=json", timeout)
+            return found["vllm_config"]["model_config"]["enable_sleep_mode"] is False
+        except (ServerError, KeyError, TypeError):
+            return False
 
     def post(
         self, path: str, body: dict[str, Any] | None, timeout: float, **query: str | list[str]
