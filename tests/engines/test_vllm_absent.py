@@ -95,6 +95,12 @@ def said_of(bridge: VLLMBridge, caplog: pytest.LogCaptureFixture, times: int = 1
             NOT_THERE,
             ("/health answered 404: Not Found", "is it a vLLM server"),
         ),
+        (
+            "plugin",
+            "/health",
+            (404, "<!DOCTYPE HTML>\n<html>"),
+            ("/health answered 404: a page of HTML",),
+        ),
         ("plugin", "/health", (503, ""), ("/health answered 503", "has its engine ended")),
     ],
 )

@@ -177,6 +177,8 @@ class VLLMServer:
             connection.close()
         if answer.status != http.HTTPStatus.OK:
             said = _message(text)
+            if said.lstrip().startswith("<"):
+                said = "a page of HTML"
             shown = " ".join(said.split())[:MOST_SHOWN]
             if answer.status == http.HTTPStatus.NOT_FOUND and not path.startswith(OTHERS):
                 shown = f"{shown}: start the server with VLLM_SERVER_DEV_MODE=1"
