@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from ..protocol import messages as m
 from ..protocol.errors import TensorleaseError
 from ..protocol.handles import Handle
 from ..protocol.records import OfferRef, Taken, TakeNote, Tally
-from ..protocol.tables import Buffer, TensorEntry, decode_batch, decode_offer
+from ..protocol.tables import Buffer, TensorEntry, decode_batch
 from .account import MAX_MISSING, Staging
 from .ahead import Ahead
 from .callback_sink import CallbackSink, GivePlan, Handover, Staged
@@ -27,6 +25,7 @@ from .hooks import bounded
 from .loading import Choice, Loading, Planned
 from .mappings import process_mappings
 from .memory import MappedMemory
+from .offers import Offer
 from .seen import SeenBatch, SeenBatches
 from .sink import AttachedTensors
 from .together import Together, incomplete
@@ -38,19 +37,6 @@ log = logging.getLogger("tensorlease.agents")
 
 MAX_UNWANTED = 64
 """Names that a worker sends of what it does not want: so many, or none."""
-
-
-class Offer(Struct):
-    """An offer as it came."""
-
-    trainer: str
-    number: int
-    rank: int
-    device: str
-    numbers: list[int]
-    body: bytes
-    # Decoded when it is planned first.
-    buffers: list[Buffer] | None = None
 
 
 class Copied(NamedTuple):
@@ -200,9 +186,7 @@ class Intake:
         # Of a tensor that a trainer offers twice, the newer: the memory of the other was removed.
         for offer in sorted(offers, key=lambda offer: -offer.number):
             try:
-                if offer.buffers is None:
-                    offer.buffers, offer.body = _decoded(offer), b""
-                buffers.setdefault(offer.trainer, []).extend(offer.buffers)
+                buffers.setdefault(offer.trainer, []).extend(offer.decode())
             except TensorleaseError as error:
                 missing.append(f"offer {offer.number} of rank {offer.rank}: {error}")
         self._tables = {(by, buffer.number): buffer for by, of in buffers.items() for buffer in of}
@@ -212,6 +196,8 @@ class Intake:
         preference = list(dict.fromkeys(offer.trainer for offer in nearest))
         takes: dict[str, set[int]] = {}
         plans: list[CopyPlan | GivePlan] = []
+        if self._loading is not None:
+            self._loading.expect(buffers.values())
         try:
             called = {offer.trainer: f"rank {offer.rank}" for offer in offers}
             self._planned = Planned(buffers, preference, called)
@@ -496,8 +482,8 @@ class Intake:
         known = None if staging.verify else self._seen.find(trainer, body)
         buffers = known.buffers if known is not None else decode_batch(body).buffers
         copies = None if known is None else known.copies
-        if self._loading is not None:
-            self._loading.check(buffers, sent=True)
+        if self._loading is not None and not self._fits(self._loading, buffers):
+            known = copies = None
         reading = None
         nbytes = 0
         if staging.verify:
@@ -535,6 +521,24 @@ class Intake:
         self._map_written(trainer, handles)
         handover = staging.given.take(pieces, self._mapped.get(trainer, {}))
         return Copied(nbytes, handover, reading)
+
+    def _fits(self, loading: Loading, buffers: list[Buffer]) -> bool:
+        """Whether these are what a loader's copies count for; else the round is loaded as a whole.
+
+        Raises:
+            MismatchError: They are not, and that cannot be done any more.
+        """
+        staging = self._staging
+        begun = bool(staging.sent or staging.copied or (staging.given and staging.given.count))
+        try:
+            loading.check(buffers, sent=True, begun=begun)
+        except MismatchError:
+            if begun or not loading.loads_whole():
+                raise
+            self._choose(loading.whole)
+            self.begin(subset=staging.subset, shared=staging.shared, verify=staging.verify)
+            return False
+        return True
 
     def _copy_into(
         self, attached: AttachedTensors, plan: CopyPlan, trainer: str, buffers: list[Buffer]
@@ -591,10 +595,3 @@ class Intake:
 
 def _numbers(buffers: list[Buffer]) -> list[int]:
     return [buffer.number for buffer in buffers]
-
-
-def _decoded(offer: Offer) -> list[Buffer]:
-    buffers = decode_offer(offer.body).buffers
-    if sorted(buffer.number for buffer in buffers) != sorted(offer.numbers):
-        raise MappingError("its table names other buffers than its envelope")
-    return buffers

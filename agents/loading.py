@@ -7,12 +7,16 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from ..protocol.tables import Buffer
+from ..protocol.tables import Buffer, TensorEntry
 from .callback_sink import CallbackSink, Lacks, StageCallback
 from .copy_plan import CopyPlan
 from .errors import MappingError, MismatchError
 from .recorded import RecordedLoad, Recording
 from .sink import AttachedTensors
+
+NEW: Final = "is new"
+UNTOUCHED: Final = "nothing of it was written: publish again"
+"""Of a round that failed: what there was is whole."""
 
 
 class Choice(NamedTuple):
@@ -66,6 +70,8 @@ class Loading:
         """Everything goes to the loader."""
         self._known: tuple[Recording, Choice] | None = None
         self._checked: tuple[Recording, Planned] | None = None
+        # The round at hand is loaded as a whole, since it has brought what nobody had foreseen.
+        self._is_whole = False
 
     def choose(self, planned: Planned, *, subset: bool) -> Choice:
         """Says how the round that has begun is taken in.
@@ -77,15 +83,39 @@ class Loading:
         Raises:
             MismatchError: Something else is offered than the load had that has begun.
         """
+        self._is_whole = False
         recording = self._load.begin(whole=not subset) if self._begins else self._load.repeated
         if recording is not None:
             try:
                 self._check_offers(recording, planned)
             except MismatchError:
-                if not self._begins:
+                if self._begins:
+                    recording = self._load.begin(whole=not subset)
+                elif self.loads_whole():
+                    recording = None
+                else:
                     raise
-                recording = self._load.begin(whole=not subset)
         return self.whole if recording is None else self._choice(recording)
+
+    def expect(self, offered: Iterable[Iterable[Buffer]]) -> None:
+        """Other tensors are offered: a load that has not begun yet is of these."""
+        recording = None if self._begins else self._load.recording
+        if recording is None:
+            return
+        for buffers in offered:
+            for entry in (entry for buffer in buffers for entry in buffer.entries):
+                if why := _misfit(recording, entry):
+                    self.discard(f"{entry.name} {why}")
+                    return
+
+    def loads_whole(self) -> bool:
+        """The round's first tensors do not fit: whether, from now on, all of it can be loaded.
+
+        Whoever leads the engine has begun a load for that only where the loader gets a part anyway.
+        """
+        recording = self._load.repeated
+        self._is_whole = self._begins or (recording is not None and bool(recording.fallback))
+        return self._is_whole
 
     def _check_offers(self, recording: Recording, planned: Planned) -> None:
         """As `check`; looks at the same offers once."""
@@ -117,7 +147,7 @@ class Loading:
             self._known = recording, Choice(recording.boxes, rest)
         return self._known[1]
 
-    def check(self, buffers: Iterable[Buffer], *, sent: bool = False) -> None:
+    def check(self, buffers: Iterable[Buffer], *, sent: bool = False, begun: bool = False) -> None:
         """Raises `MismatchError` if these hold what the recording does not count for.
 
         It is then made anew in the next round.
@@ -125,24 +155,32 @@ class Loading:
         Args:
             buffers: They.
             sent: They are of a ring: a loader that takes single tensors may have new ones.
+            begun: Something of the round was taken in before.
         """
         recording = self._load.repeated
-        if recording is None:
+        if recording is None or self._is_whole:
             return
         for buffer in buffers:
             for entry in buffer.entries:
-                if not recording.fits(entry.name, entry.dtype, entry.shape):
-                    new = entry.name not in recording.sources
-                    if new and sent and not self._load.by_layers:
+                if why := _misfit(recording, entry):
+                    if why == NEW and sent and not self._load.by_layers:
                         continue
-                    why = "is new" if new else f"is {entry.dtype} of {entry.shape} now"
                     self.discard(f"{entry.name} {why}")
+                    way_out = "publish again" if begun or recording.fallback else UNTOUCHED
                     raise MismatchError(
                         entry.name,
-                        f"{why}, so that what was recorded of the loader is void: the"
-                        " next round is loaded as a whole",
+                        f"{why}, so that what was recorded of the loader is void, and the next"
+                        f" round is loaded as a whole; {way_out}",
                     )
 
     def discard(self, why: str) -> None:
         """The next round is recorded anew."""
         self._load.discard(why)
+
+
+def _misfit(recording: Recording, entry: TensorEntry) -> str:
+    """Says what of a tensor was not recorded; empty: it is as it was."""
+    if recording.fits(entry.name, entry.dtype, entry.shape):
+        return ""
+    new = entry.name not in recording.sources
+    return NEW if new else f"is {entry.dtype} of {entry.shape} now"

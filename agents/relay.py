@@ -20,7 +20,8 @@ from .account import MAX_MISSING
 from .core import Identity
 from .errors import MappingError
 from .hooks import bounded
-from .intake import Copied, Intake, Offer
+from .intake import Copied, Intake
+from .offers import Offer
 from .relay_core import RelayCore
 from .sink import AttachedTensors
 from .work import CopyWork, UnreadWork
@@ -275,7 +276,8 @@ def require_whole(handle: object, entries: Sequence[TensorEntry]) -> None:
     if handle is not None and not isinstance(handle, CudaIpcHandle):
         raise MappingError(
             f"{entries[0].name}: lies in shared memory, and the server reads that of GPUs alone:"
-            " register tensors of a GPU, or give the trainer a ring on one (device='cuda:0')"
+            " register tensors of a GPU, or give the trainer a ring on one (device='cuda:0', or"
+            " `tensorlease push --device cuda:0`)"
         )
     for entry in entries:
         if not entry.box.is_whole(entry.shape):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from heapq import nsmallest
 from itertools import islice
 from typing import Final, Literal
 
@@ -45,6 +46,9 @@ def _not_offered(name: str, offered: Iterable[str], before: int) -> str:
     """Says so, with the nearest name that is offered: of the first few, since looking takes long."""
     near = nearest(name, offered) if before < MAX_NEAREST else None
     hint = f"; the nearest that is: {near!r} (rename= says which is meant)" if near else ""
+    if not (near or before) and (some := nsmallest(MAX_NEAREST + 1, offered)):
+        some[MAX_NEAREST:] = ["..."] * (len(some) > MAX_NEAREST)
+        hint = f"; offered are: {', '.join(some)} (rename= says which is meant)"
     return f"{name}: not offered{hint}"
 
 

@@ -15,6 +15,7 @@ while the workers load the last. With `--registered` its own tensors are handed 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 from fused_engine import DemoEngine, Shapes
-from processes import Child, Told, children, digest, end_at_sigterm, private_broker
+from processes import Child, Told, children, digest, end_at_sigterm, end_with, private_broker
 from torch import Tensor
 
 from tensorlease import RingOptions, TrainerAgent, WorkerAgent
@@ -210,27 +211,41 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, help="safetensors files of the demo's model; else it is made")
-    add("--num-ipc-handles", type=int, default=1, help="slots of the ring (default 1)")
+    add(
+        "--num-ipc-handles",
+        type=int,
+        default=1,
+        help="slots of the ring (default 1, of the benchmark's 4)",
+    )
     add("--slot-kib", type=int, default=256, help="KiB of a slot (default 256)")
     add("--registered", action="store_true", help="register the tensors; no ring")
     add("--device", default="cpu", help="cpu (shared memory), or cuda:N")
     add("--workers", type=int, default=1)
     add("--versions", type=int, default=2)
     add("--steps", type=int, default=40, help="gradient steps before each version")
-    add("--benchmark", action="store_true", help="measure, with OPT-125M's shapes")
+    add(
+        "--benchmark",
+        action="store_true",
+        help="measure, with OPT-125M's shapes; takes --device, --rounds, --buffer-mib and"
+        " --num-ipc-handles",
+    )
     add("--rounds", type=int, default=7, help="of the benchmark, each way, in turns (least 5)")
     add("--buffer-mib", type=int, default=0, help="of lock step; default: the largest tensor's")
     options = parser.parse_args(words)
     if min(options.num_ipc_handles, options.workers, options.versions, options.steps) < 1:
         parser.error("--num-ipc-handles, --workers, --versions and --steps must be 1 or more")
     if options.device != "cpu":
-        if not torch.cuda.is_available():
-            parser.error(f"--device {options.device}: torch sees no GPU here")
-        options.device = f"cuda:{torch.device(options.device).index or 0}"
+        found = re.fullmatch(r"cuda(?::(\d+))?", options.device)
+        if found is None:
+            parser.error(f"--device {options.device}: must be cpu or cuda:N")
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(found[1] or 0) >= seen:
+            parser.error(f"--device {options.device}: torch sees {seen or 'no'} GPU here")
+        options.device = f"cuda:{found[1] or 0}"
     if options.benchmark and options.rounds < 5:
         parser.error("--rounds must be 5 or more")
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -164,7 +164,7 @@ class EpEngine:
         self.fail_in = None
         if phase is not Phase.TRANSFER:
             raise PhaseError(f"{phase.value} failed, as it was asked to")
-        # What is to be written has lost its memory: the worker agent says so when it comes to it.
+        # What is to be written loses its memory: the worker agent says so when it comes to it.
         self._parameters[0].untyped_storage().resize_(0)
 
     def _end(self) -> None:
@@ -237,8 +237,9 @@ def serve(
     if here.type == "cuda":
         torch.cuda.set_device(here)
     torch.set_num_threads(1)
-    # Gathered versions bring all experts, and each worker wants its own: no news here.
-    logging.getLogger("tensorlease.agents").setLevel(logging.ERROR)
+    # Gathered versions bring all experts, and each worker wants its own: no news here. Nor is what
+    # fails: the round's result, which is printed, says it.
+    logging.getLogger("tensorlease.agents").setLevel(logging.CRITICAL)
     engine = EpEngine(size, rank, ranks, here, cache_bytes)
     stay = threading.Event()
     while True:

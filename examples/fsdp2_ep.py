@@ -37,7 +37,7 @@ from ep_engine import LIMIT_S, Phase, State, WorkerReport, serve
 from fsdp_rank import GATHERED, UNGATHERED, Rank, RankPlan, RankReport, obey
 from moe import SIZES
 from msgspec import Struct
-from processes import Child, children, end_at_sigterm, private_broker
+from processes import Child, children, end_at_sigterm, end_with, private_broker
 
 CACHE_BYTES = {"cpu": 2**20, "cuda": 2**28}
 
@@ -202,7 +202,8 @@ class Example:
         reports = self._reports()
         fates = told[0].fates
         print(
-            f"{variant:11}version {self._version}  failing in {phase.value!r}: {told[0].outcome},"
+            f"{variant:11}version {self._version}  failing in {phase.value!r}, as it was"
+            f" asked to: {told[0].outcome},"
             f" engine-0 {fates['engine-0']}, engine 0 is {reports[0].state.value!r}\n"
             f"           {told[0].reason}"
         )
@@ -326,6 +327,13 @@ def pinned(pins: list[str], rank: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join([pins[rank], *others])}
 
 
+def free_memory() -> int:
+    """Returns how many bytes this host has left, by /proc/meminfo."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
 def main(words: list[str] | None = None) -> int:
     """Runs the example; returns the exit code."""
     options = parse(words)
@@ -343,6 +351,13 @@ def main(words: list[str] | None = None) -> int:
         if options.ray and gpus < options.ranks:
             print(f"--ray: {options.ranks} ranks need a GPU each, {gpus} here", file=sys.stderr)
             return 2
+    elif (needed := 2 * size.nbytes) > (there := free_memory()):
+        print(
+            f"--model {options.model} on a CPU needs {needed / 1e9:.0f} GB, its weights once for the"
+            f" ranks and once for the workers; {there / 1e9:.0f} GB are free",
+            file=sys.stderr,
+        )
+        return 2
     alone = options.device == "cuda" and (options.ray or gpus >= options.ranks)
     variants = [GATHERED, UNGATHERED] if options.variant == "both" else [options.variant]
     tallies: dict[str, Tally] = {}
@@ -438,4 +453,4 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -36,12 +36,13 @@ from typing import NamedTuple
 import torch
 from processes import private_broker
 
-from tensorlease import RingOptions, TrainerAgent
+from tensorlease import RingOptions, TensorleaseError, TrainerAgent
 from tensorlease.agents.results import RoundResult
 from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge
-from tensorlease.engines.vllm_server import VLLMServer
+from tensorlease.engines.vllm_server import ServerError, VLLMServer
 
 CHANNEL = "policy"
+URL = "http://127.0.0.1:8000"
 PROMPTS = ["The capital of France is", "def fibonacci(n):"]
 SLOTS = 2
 LIMIT_S = 600.0
@@ -56,13 +57,20 @@ class Rank(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
+def require(checkpoint: Path, gpus: int) -> None:
+    """Ends the program where there are no files, or too few GPUs, before any server is asked."""
+    if not list(checkpoint.glob("*.safetensors")):
+        raise SystemExit(f"error: --checkpoint {checkpoint}: no *.safetensors files there")
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if seen < gpus:
+        raise SystemExit(f"error: --num-gpus {gpus}: torch sees {seen} GPUs here")
+
+
 def load(checkpoint: Path, gpus: int) -> list[Rank]:
     """Returns the weights of a directory of safetensors files, once on each of so many GPUs."""
     from safetensors.torch import load_file
 
     files = sorted(checkpoint.glob("*.safetensors"))
-    if not files:
-        raise SystemExit(f"{checkpoint}: no *.safetensors files there")
     ranks: list[Rank] = []
     for ordinal in range(gpus):
         device = f"cuda:{ordinal}"
@@ -78,7 +86,10 @@ def generate(server: VLLMServer) -> list[str]:
     """Returns what a server writes behind each prompt, the likeliest each time."""
     model = server.get("/v1/models", 60.0)["data"][0]["id"]
     body = {"model": model, "prompt": PROMPTS, "max_tokens": 16, "temperature": 0}
-    choices = server.post("/v1/completions", body, LIMIT_S)["choices"]
+    try:
+        choices = server.post("/v1/completions", body, LIMIT_S)["choices"]
+    except ServerError as error:
+        raise ServerError(f"{error} (does the server have the model's tokenizer?)") from None
     return [choice["text"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
@@ -92,7 +103,7 @@ def led(
         VLLMIpcBridge(
             server,
             CHANNEL,
-            server.url.removeprefix("http://"),
+            server.address,
             endpoint=endpoint,
             devices=gpus,
             packed=packed,
@@ -181,8 +192,10 @@ def update(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--url", action="append", help="default: http://localhost:8000")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", action="append", help=f"default: {URL}")
     parser.add_argument("--checkpoint", type=Path, required=True, help="*.safetensors are here")
     parser.add_argument("--num-gpus", type=int, default=1)
     parser.add_argument("--packed", action="store_true")
@@ -191,7 +204,8 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
 
-    servers = [VLLMServer(url) for url in args.url or ["http://localhost:8000"]]
+    require(args.checkpoint, args.num_gpus)
+    servers = [VLLMServer(url) for url in args.url or [URL]]
     before = [generate(server) for server in servers]
     ranks = load(args.checkpoint, args.num_gpus)
     began = time.perf_counter()
@@ -221,4 +235,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except TensorleaseError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -8,6 +8,7 @@ token, and those that are not chosen count nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,11 @@ class MoeSize(Struct, frozen=True):
             self.groups,
             experts=self.experts,
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(prod(shape) for shape in self.shapes().values()) * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
+from typing import NoReturn
 
 import torch
 
@@ -258,6 +259,14 @@ def end_at_sigterm() -> None:
         sys.exit(143)
 
     signal.signal(signal.SIGTERM, end)
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Runs the program; Ctrl+C ends it without a traceback."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -354,7 +354,13 @@ def main() -> None:
     parser.add_argument("replica", nargs="?", default="raw")
     parser.add_argument("--until", type=int, default=2**62, help="end with this version")
     given = parser.parse_args()
-    RawWorker(given.endpoint, given.channel, given.replica).run(given.until)
+    live = given.endpoint.removeprefix("ipc://") + ".live"
+    if not os.path.isdir(live):
+        raise SystemExit(f"no broker at {given.endpoint}: it would have made {live}")
+    try:
+        RawWorker(given.endpoint, given.channel, given.replica).run(given.until)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +185,36 @@ def test_a_worker_that_skips_or_repeats_the_step_after_an_update_ends_the_exampl
             answers(has, post_processed)
     with pytest.raises(SystemExit, match=r"differs from version 2 in \['w'\]"):
         answers({"w": digest(torch.zeros(3))}, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("device", "why"), [("foo", "must be cpu or cuda:N"), ("cuda:99", "torch sees .+ GPU here")]
+)
+def test_a_device_that_is_none_is_named(
+    example: Any, capsys: pytest.CaptureFixture[str], device: str, why: str
+) -> None:
+    with pytest.raises(SystemExit):
+        example("colocated").parse(["--device", device])
+    assert re.search(f"--device {device}: {why}", capsys.readouterr().err)
+
+
+@pytest.mark.program
+def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    words = ["-u", str(EXAMPLES / "colocated.py"), "--versions", "9999", "--steps", "1"]
+    with subprocess.Popen(
+        [sys.executable, *words],
+        env=os.environ | {"TENSORLEASE_SHM_DIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("before")
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in said, said
+    assert list(tmp_path.iterdir()) == []

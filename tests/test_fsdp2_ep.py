@@ -56,6 +56,7 @@ def fsdp2_ep(shm: Path, *words: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     assert list(shm.iterdir()) == []
     return done.stdout
 
@@ -104,7 +105,7 @@ def check_both(printed: str, ranks: int, *, killed: bool) -> None:
 def check_failures(printed: str) -> None:
     """Each phase has failed once, and was named; each next version has repaired the engine."""
     found = re.findall(
-        r"failing in '(.+)': mixed, engine-0 (\w+), engine 0 is '(.+)'\n +replica engine-0: (.+)",
+        r"failing in '(.+)', as it was asked to: mixed, engine-0 (\w+), engine 0 is '(.+)'\n +replica engine-0: (.+)",
         printed,
     )
     assert [(phase, state) for phase, _, state, _ in found] == list(AFTER_A_FAILURE.items())
@@ -233,6 +234,18 @@ def test_ranks_with_a_gpu_each_meet_by_nccl_and_hand_versions_over_both_ways(
 
 
 # ---------------------------------------------------------------- its parts
+
+
+def test_a_model_for_which_there_is_no_memory_is_refused_before_anything_starts(
+    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = example("fsdp2_ep")
+    monkeypatch.setattr(module, "free_memory", lambda: 23 * 10**9)
+    monkeypatch.setattr(module, "private_broker", None)
+    monkeypatch.setattr(module, "end_at_sigterm", lambda: None)
+    assert module.main(["--model", "qwen3-30b-a3b", "--ranks", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "qwen3-30b-a3b on a CPU needs 122 GB" in said and "23 GB are free" in said
 
 
 def test_without_ray_it_says_how_to_get_it(

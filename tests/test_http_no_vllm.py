@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +49,7 @@ def test_a_checkpoint_is_what_stock_servers_answer_from(
     save_file({"u": torch.rand(2, 2)}, checkpoint / "b.safetensors")
     weights = load_file(checkpoint / "a.safetensors") | load_file(checkpoint / "b.safetensors")
     rank = example.Rank(UUIDS[0], "cpu", weights)
+    monkeypatch.setattr(example, "require", lambda where, gpus: None)
     monkeypatch.setattr(example, "load", lambda where, gpus: [rank] * gpus)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda ordinal: ordinal)
     servers = [FakeStockVLLM(segments), FakeStockVLLM(segments)]
@@ -68,3 +71,32 @@ def test_a_checkpoint_is_what_stock_servers_answer_from(
     printed = capsys.readouterr().out
     assert printed.count("  before '[]") == printed.count("  after  \"[('u'") == 4
     assert "0 bytes of the GPUs are left" in printed
+
+
+def said(*words: str) -> str:
+    """What the program prints as it ends, other than well."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "http_no_vllm.py"), *words],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+@pytest.mark.program
+def test_mistakes_are_named_in_a_line_before_any_server_is_asked(tmp_path: Path) -> None:
+    server = "--url=http://127.0.0.1:9"
+    assert said(server, "--checkpoint=/nonexist") == (
+        "error: --checkpoint /nonexist: no *.safetensors files there\n"
+    )
+    save_file({"w": torch.ones(1)}, tmp_path / "a.safetensors")
+    assert said(server, f"--checkpoint={tmp_path}") == (
+        "error: --num-gpus 1: torch sees 0 GPUs here\n"
+    )
+    absent = said(server, f"--checkpoint={tmp_path}", "--num-gpus=0")
+    assert absent.startswith("error: http://127.0.0.1:9/v1/models cannot be reached")
+    assert len(absent.splitlines()) == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -113,3 +115,12 @@ def test_it_goes_on_with_a_new_broker_after_the_old_one_was_killed(
         assert trainer.publish(2, timeout=30.0).outcome is Outcome.COMMITTED
         assert worker.line() == line_of(2, tensors)
         assert worker.end() == (0, "")
+
+
+@pytest.mark.program
+def test_where_no_broker_is_it_says_so_in_a_line() -> None:
+    words = [sys.executable, str(EXAMPLE), "ipc:///nowhere/broker.sock"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("no broker at ipc:///nowhere/broker.sock")
+    assert len(done.stderr.splitlines()) == 1

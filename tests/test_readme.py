@@ -98,6 +98,10 @@ def test_the_first_round_goes_as_it_is_shown(
         with started(broker) as first, started(worker) as second, started(trainer) as third:
             assert matches(trainer.output, finished(third))
             assert matches(worker.output, finished(second))
+            # Once more, with the same broker.
+            with started(worker) as second, started(trainer) as third:
+                assert finished(third).startswith("version 6  committed")
+                assert finished(second).startswith("version 6: the mean is 1.0")
             first.terminate()
             finished(first)
     assert os.listdir(tmp_path) == []

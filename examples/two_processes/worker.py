@@ -8,6 +8,6 @@ weights = {"layer": torch.empty(1000, 1000)}
 
 with tl.WorkerAgent("example") as worker:
     worker.attach(weights)
-    while worker.version < 5:
+    for _ in range(5):
         version = worker.wait_for(worker.version + 1, timeout=60)
         print(f"version {version}: the mean is {weights['layer'].mean():.1f}")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tensorlease.agents import TrainerAgent, WorkerAgent
+from tensorlease.agents import RoundResult, TrainerAgent, WorkerAgent
+from tensorlease.agents.loading import UNTOUCHED
 from tensorlease.agents.recorded import RecordedLoad
 from tensorlease.protocol.errors import ConfigError
 from tensorlease.protocol.records import Outcome
@@ -342,7 +343,8 @@ def test_an_engine_that_leads_its_loads_itself_is_told_when_its_recording_is_voi
 ) -> None:
     load = RecordedLoad(model.load_weights, model.parameters, layer_of=lambda name: name)
     worker.on_stage(lambda round, tensors: load.load(tensors), recorded=load)
-    weights = checkpoint(1)
+    # Nothing falls back: an engine has begun no load, but copies alone.
+    weights = {n: t for n, t in checkpoint(1).items() if n not in FALLBACK}
     late = {"norm": weights.pop("norm")}
 
     def engine_does(version: int) -> bool:
@@ -362,5 +364,74 @@ def test_an_engine_that_leads_its_loads_itself_is_told_when_its_recording_is_voi
         assert result.outcome is Outcome.FAILED
         assert "norm" in result.reason
         assert "the next round is loaded as a whole" in result.reason
+        assert UNTOUCHED in result.reason
         assert engine_does(3)
-        require_equal(model.state(), expected(1))
+        assert torch.equal(model.weights["norm"], late["norm"].bfloat16())
+
+
+def test_an_engine_that_leads_its_loads_itself_loads_as_a_whole_what_it_hears_of_before(
+    url: str, broker: Threaded, worker: WorkerAgent, model: EngineModel
+) -> None:
+    load = RecordedLoad(model.load_weights, model.parameters, layer_of=lambda name: name)
+    worker.on_stage(lambda round, tensors: load.load(tensors), recorded=load)
+    # The engine begins each load when it is told of the round: by then the offers are known.
+    worker.on_prepare(lambda round: load.begin())
+    worker.on_commit(lambda round: load.finish())
+    weights = checkpoint(1)
+    late = {"norm": weights.pop("norm")}
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register(weights)
+        assert publish(trainer, worker, 1).ok
+        trainer.register(late)
+        for version in (2, 3):
+            assert publish(trainer, worker, version).ok
+            require_equal(model.state(), expected(1))
+
+
+@pytest.mark.parametrize("some_fall_back", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_new_name_in_a_ring_of_an_engine_that_leads_its_loads_itself(
+    ring_trainer: TrainerAgent,
+    worker: WorkerAgent,
+    model: EngineModel,
+    first: bool,
+    some_fall_back: bool,
+) -> None:
+    load = RecordedLoad(model.load_weights, model.parameters, layer_of=lambda name: name)
+    worker.on_stage(lambda round, tensors: load.load(tensors), recorded=load)
+    worker.on_prepare(lambda round: load.begin())
+    worker.on_commit(lambda round: load.finish())
+    copied = set(checkpoint(1)) - FALLBACK - {"norm"}
+    names = list(checkpoint(1)) if some_fall_back else sorted(copied | {"norm"})
+
+    def sent(version: int, *, new: bool) -> RoundResult:
+        weights = {name: checkpoint(version)[name] for name in names}
+        norm = weights.pop("norm")
+        if new:
+            weights = {"norm": norm, **weights} if first else {**weights, "norm": norm}
+        with ring_trainer.open_round(version, timeout=20.0) as r:
+            for name, tensor in weights.items():
+                r.send(name, tensor)
+                r.flush()
+                if r.ended:
+                    break
+        assert r.result is not None
+        return r.result
+
+    with serving(worker):
+        ring_trainer.wait_ready(1, timeout=20.0)
+        assert sent(1, new=False).ok
+        result = sent(2, new=True)
+        if first and some_fall_back:
+            # The loader gets a part anyway: it gets all of it.
+            assert result.ok, result.reason
+        else:
+            assert "'norm' is new" in result.reason
+            assert "publish again" in result.reason
+            assert (UNTOUCHED in result.reason) is first
+            ring_trainer.wait_ready(1, timeout=20.0)
+            assert sent(2, new=True).ok
+        if some_fall_back:
+            require_equal(model.state(), expected(2))
+        else:
+            assert torch.equal(model.weights["norm"], checkpoint(2)["norm"].bfloat16())

@@ -156,7 +156,7 @@ def test_a_name_that_nobody_offers_is_missing_unless_it_may_be(export: Export) -
     target = {"a": torch.zeros(2), "b": torch.zeros(2)}
     plan = AttachedTensors(target).plan(offers)
     assert not plan.complete
-    assert plan.missing == ("b: not offered",)
+    assert plan.missing == ("b: not offered; offered are: a (rename= says which is meant)",)
     with pytest.raises(CoverageError, match="b: not offered"):
         plan.require_complete()
     loose = AttachedTensors(target, strict=False).plan(offers)
@@ -287,7 +287,10 @@ def test_an_untied_worker_misses_the_head_that_only_the_embedding_stands_for(
 ) -> None:
     offers = _offers(t=export({"embed": torch.ones(6)}))
     plan = AttachedTensors({"embed": torch.zeros(6), "head": torch.zeros(6)}).plan(offers)
-    assert plan.missing == ("head: not offered",)
+    assert plan.missing == ("head: not offered; offered are: embed (rename= says which is meant)",)
+    many = _offers(t=export({f"x{place}": torch.ones(6) for place in range(5)}))
+    (text,) = AttachedTensors({"head": torch.zeros(6)}).plan(many).missing
+    assert "offered are: x0, x1, x2, ... (rename=" in text
 
 
 def test_two_tensors_for_a_tied_one_are_refused_by_name(export: Export) -> None:

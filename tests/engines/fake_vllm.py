@@ -59,6 +59,10 @@ class FakeVLLM:
         # Endpoints that answer as if they had done it.
         self.lies: set[str] = set()
         self._gates: dict[str, Gate] = {}
+        # What it says of how it was started; None: it is one that does not.
+        self.info: dict[str, Any] | None = None
+        # What an endpoint answers each time: status and text.
+        self.always: dict[str, tuple[int, str]] = {}
         # What a worker raises, once, when it is to load something.
         self.load_fails = ""
         # Set when something was loaded in the update at hand.
@@ -137,6 +141,8 @@ class FakeVLLM:
             if (gate := self._gates.pop(parts.path, None)) is not None:
                 gate.came.set()
                 gate.go.wait(30.0)
+            if parts.path in self.always:
+                raise Refused(*self.always[parts.path])
             for path in (request.path, parts.path):
                 if path in self.fails:
                     raise Refused(500, self.fails.pop(path))
@@ -164,6 +170,8 @@ class FakeVLLM:
                 return None
             case "/get_world_size":
                 return {"world_size": self.world_size}
+            case "/server_info" if self.info is not None:
+                return self.info
             case "/is_paused":
                 return {"is_paused": self.paused}
             case "/pause":

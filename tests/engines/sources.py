@@ -25,12 +25,12 @@ class Source:
         """Sets the tensor to the version."""
         self._weights.fill_(float(version))
 
-    def publish(self, version: int, replicas: int = 1) -> RoundResult:
-        """Publishes a version once so many replicas are ready."""
+    def publish(self, version: int, replicas: int = 1, least: int = 1) -> RoundResult:
+        """Publishes a version once so many replicas are ready, to `least` of them or none."""
         self.trainer.wait_ready(replicas, timeout=20.0)
         assert self.trainer.may_write()
         self.write(version)
-        return self.trainer.publish(version, timeout=30.0)
+        return self.trainer.publish(version, timeout=30.0, min_replicas=least)
 
 
 def at(server: FakeVLLM, version: int) -> bool:

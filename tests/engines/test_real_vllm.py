@@ -1,6 +1,7 @@
 """Real vLLM servers on a CPU take versions through a broker. `make vllm` installs one and runs this.
 
-TENSORLEASE_TEST_VLLM names the directory of its virtual environment.
+TENSORLEASE_TEST_VLLM names the directory of its virtual environment. On a CPU vLLM packs the weights
+of linear layers away: their SHA-256 are those of nothing, and only the token ids speak of them.
 """
 
 from __future__ import annotations

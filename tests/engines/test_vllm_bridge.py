@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from itertools import count
 
 import pytest
 import torch
 
 from tensorlease.agents import TrainerAgent
+from tensorlease.agents.loading import UNTOUCHED
 from tensorlease.engines import vllm_bridge
 from tensorlease.engines.vllm_bridge import VLLMBridge
 from tensorlease.engines.vllm_server import VLLMServer
-from tensorlease.protocol.records import Fate
+from tensorlease.protocol.records import Fate, Outcome
 
 from ..broker.raw_agents import eventually
 from .conftest import Led, left
@@ -133,6 +135,32 @@ def test_a_worker_that_cannot_load_is_the_reason_and_its_server_is_held_until_th
     assert source.publish(2, 2).ok
     assert at(bad, 2)
     assert at(good, 2)
+
+
+def test_a_server_of_one_worker_that_says_that_nothing_was_written_is_not_held(
+    source: Source, led: Led
+) -> None:
+    one, two = led("one"), led("two", world_size=2)
+    assert source.publish(1, 2).ok
+    for server in (one, two):
+        server.load_fails = f"{'x' * 400} is new; {UNTOUCHED}"
+    result = source.publish(2, 2)
+    assert result.outcome is Outcome.FAILED
+    eventually(lambda: not one.paused)
+    # Of two workers, one may have written what the other has not.
+    assert two.paused
+    # A leader that is about to leave, to join again, is in no round: the one after repairs.
+    versions = count(3)
+    eventually(lambda: source.publish(next(versions), 2, least=2).ok)
+    assert not (one.paused or two.paused)
+    # It had half of a version before: that is not whole by what has failed now.
+    for text in ("out of memory", UNTOUCHED):
+        one.load_fails = text
+        while one.load_fails:
+            assert not source.publish(next(versions), 2, least=2).ok
+        assert one.paused
+    eventually(lambda: source.publish(next(versions), 2, least=2).ok)
+    assert not one.paused
 
 
 def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(

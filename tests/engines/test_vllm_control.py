@@ -130,8 +130,11 @@ def test_a_place_that_is_taken_is_raised(
     (name, _) = names(servers)
     with WorkerAgent("policy", replica=name, size=2, endpoint=url) as taken:
         taken.attend()
-        with pytest.raises(RefusedError, match=name):
+        with pytest.raises(RefusedError, match=f"{name} is led by another.*held by pid") as raised:
             source.trainer.publish(1, timeout=20.0, control=control)
+    assert "another replica or member" not in str(raised.value)
+    frames = [entry.name for entry in raised.traceback]
+    assert frames[-1] == "wait_ready"
 
 
 def test_it_leads_for_one_channel_and_not_after_it_was_closed(
@@ -169,5 +172,5 @@ def test_a_forked_child_neither_uses_nor_ends_it(
 def test_addresses_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="no server"):
         VLLMControl()
-    with pytest.raises(ConfigError, match="must be like http"):
+    with pytest.raises(ConfigError, match="a server's URL, '127.0.0.1:8000': must be like http"):
         VLLMControl("127.0.0.1:8000")

@@ -300,6 +300,32 @@ def test_a_ring_without_packed_is_refused_by_name(url: str, led: StockLed) -> No
     assert not result.ok
     assert "through a ring" in result.reason and "--packed" in result.reason
     assert "/update_weights" not in server.calls
+    eventually(lambda: server.calls[-2:] == ["/finish_weight_update", "/resume"])
+    assert not server.paused and not server.active
+
+
+def test_a_ring_in_shared_memory_is_refused_by_name_and_the_server_goes_on(
+    broker: Threaded, url: str
+) -> None:
+    server = FakeStockVLLM(Segments())
+    server.start()
+    bridge = VLLMIpcBridge(VLLMServer(server.url), "policy", "a", endpoint=url, packed=True)
+    thread = threading.Thread(target=bridge.run)
+    thread.start()
+    source = StockSource(url, ring=True)
+    try:
+        for version in (1, 2):
+            result = source.publish(version)
+            assert "shared memory" in result.reason and "--device cuda:0" in result.reason
+            eventually(lambda: server.calls[-1] == "/resume" and not server.paused)
+            assert not server.active
+            assert "/update_weights" not in server.calls
+    finally:
+        source.trainer.close(0.5)
+        bridge.stop()
+        thread.join(20.0)
+        server.die()
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("options", [{"verify": True}, {"subset": ["w"], "base": 1}])

@@ -26,7 +26,7 @@ def fake() -> Iterator[FakeVLLM]:
 
 def test_it_asks_what_a_bridge_has_to_know(fake: FakeVLLM) -> None:
     server = VLLMServer(fake.url + "/")
-    assert server.is_healthy()
+    assert not server.ails()
     assert server.world_size() == 3
     assert server.is_paused() is False
     server.post("/pause", None, 10.0, mode="keep")
@@ -53,7 +53,18 @@ def test_who_does_not_answer_is_named_with_the_limit(fake: FakeVLLM) -> None:
     fake.die()
     with pytest.raises(ServerError, match=f"{fake.url}/resume cannot be reached"):
         VLLMServer(fake.url).post("/resume", None, 10.0)
-    assert not VLLMServer(fake.url).is_healthy()
+    assert VLLMServer(fake.url).ails().startswith(f"{fake.url} does not answer: /health cannot be")
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda", "0", "GPU-1,GPU-1"])
+def test_a_device_that_is_no_gpu_of_the_hosts_is_refused(
+    device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bridge", "vllm", "--url=http://127.0.0.1:9", "--mode=ipc", f"--device={device}"]
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert f"--device {device}: " in said
+    assert "UUID" in said or "named once" in said
 
 
 @contextmanager

@@ -144,3 +144,20 @@ def test_a_server_that_says_that_it_sleeps_on_is_not_taken_for_one_that_goes_on(
         assert not server.sleeping
     finally:
         server.die()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_server_without_sleep_mode_is_named(
+    broker: Threaded, url: str, enabled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = FakeVLLM()
+    server.info = {"vllm_config": {"model_config": {"enable_sleep_mode": enabled}}}
+    server.start()
+    bridge = VLLMBridge(VLLMServer(server.url), "policy", "a", endpoint=url, sleep=True)
+    thread = threading.Thread(target=bridge.run)
+    thread.start()
+    eventually(lambda: bridge.leads)
+    bridge.stop()
+    thread.join(20.0)
+    server.die()
+    assert ("without --enable-sleep-mode" in caplog.text) is not enabled

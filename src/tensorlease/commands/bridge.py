@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 
 import click
@@ -46,7 +47,8 @@ def bridge() -> None:
     show_default=True,
     metavar="LABEL",
     help="The label of a server's devices; in mode ipc the UUIDs of its workers' GPUs, with commas"
-    " between. Given several times: the n-th is the n-th server's.",
+    " between: a server of one GPU needs none if all tensors lie on that one. Given several times: the"
+    " n-th is the n-th server's.",
 )
 @click.option(
     "--packed",
@@ -110,11 +112,12 @@ def vllm(
     With --mode ipc the servers are stock ones, without this package: VLLM_SERVER_DEV_MODE=1,
     VLLM_ALLOW_INSECURE_SERIALIZATION=1 and --weight-transfer-config '{"backend": "ipc"}'.
     """
-    servers = [VLLMServer(url) for url in dict.fromkeys(urls)]
+    servers = list({server.address: server for server in map(VLLMServer, urls)}.values())
     if len(devices) not in (1, len(servers)):
         raise click.UsageError(
             f"{len(devices)} --device for {len(servers)} servers: give one for all, or one for each"
         )
+    devices = tuple(map(_label, devices))
     labels = devices if len(devices) == len(servers) else devices * len(servers)
     if mode != "ipc" and packed:
         raise click.UsageError("--packed belongs to --mode ipc")
@@ -126,7 +129,7 @@ def vllm(
         return [lead(server, label, place) for server, label in zip(servers, labels, strict=True)]
 
     def lead(server: VLLMServer, label: str, place: str) -> VLLMBridge:
-        replica = server.url.removeprefix("http://")
+        replica = server.address
         if mode == "ipc":
             from tensorlease.engines.vllm_ipc_bridge import VLLMIpcBridge
 
@@ -175,6 +178,20 @@ def vllm(
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler())
     run_orderly(make, work, _stop)
+
+
+def _label(given: str) -> str:
+    """Returns the labels of one server's devices; refuses what names a GPU for this process alone."""
+    names = [name.strip() for name in given.split(",")]
+    if any(re.fullmatch(r"(cuda|gpu)?(:?\d+)?", name, re.IGNORECASE) for name in names):
+        raise click.UsageError(
+            f"--device {given}: a GPU's number differs from process to process: give its UUID, which"
+            " `nvidia-smi -L` lists"
+        )
+    if len(names) > 1 and len(set(names)) < len(names):
+        raise click.UsageError(f"--device {given}: each of a server's GPUs is named once")
+    # As nvidia-smi writes them.
+    return ",".join(re.sub("^GPU-", "", name) for name in names)
 
 
 def _stop(bridges: list[VLLMBridge]) -> None:

@@ -14,13 +14,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from tensorlease.agents import RoundInfo, WorkerAgent
-from tensorlease.protocol.errors import ClosedError, NoBrokerError, TensorleaseError
+from tensorlease.agents.loading import UNTOUCHED
+from tensorlease.protocol.errors import ClosedError, NoBrokerError, RefusedError, TensorleaseError
+from tensorlease.protocol.records import Code
 
+from .leadership import leading
 from .member import UpdateError
+from .rarely import Rarely
 from .vllm_hold import Hold
+from .vllm_plugin import BACKEND
 from .vllm_server import ControlledServer, ServerError
 
 LOOK_S: Final = 1.0
@@ -35,6 +40,11 @@ MARGIN_S: Final = 10.0
 """By so much longer than its workers wait, the answer to an update is waited for."""
 END_S: Final = 5.0
 """How long the thread that looks is waited for."""
+
+OTHER_BACKEND: Final = ("unexpected keyword argument", "Weight transfer not configured")
+"""What vLLM says of an init that is for another backend."""
+MOST_SHOWN: Final = 160
+"""Characters of that which an error shows."""
 
 log = logging.getLogger("tensorlease.engines")
 
@@ -77,10 +87,15 @@ class VLLMBridge:
         self._update_s = update_s
         self.hold: Final = Hold(server, pause, sleep, lambda: SLEEP_S if sleep else CONTROL_S)
         self._recorded = recorded
+        self._sleep = sleep
+        self._workers = 0
+        self._said, self._waits = Rarely(), Rarely()
         # What becomes of the call of `/update_weights`, until the round is decided.
         self._update: Future[None] | None = None
         # The server has half of a version, or may have: it must not answer requests.
         self._half = False
+        # Whether it had before the update at hand.
+        self._had_half = False
         # When it was told to hold requests, and to begin the update at hand.
         self._held_at = self._begun_at = 0.0
         self._ending = threading.Event()
@@ -102,8 +117,13 @@ class VLLMBridge:
         """Serves rounds, whenever the server is there, until `stop`.
 
         Raises:
+            ConfigError: Another leads the server.
             TensorleaseError: What ends the agent: no broker, a place that is taken.
         """
+        with leading(self.server.address, self._ending):
+            self._run()
+
+    def _run(self) -> None:
         looking = threading.Thread(target=self._look, name="tensorlease-look", daemon=True)
         looking.start()
         joined = False
@@ -114,12 +134,14 @@ class VLLMBridge:
                     joined = True
                 except ServerError as error:  # It has gone again, or is none.
                     self.away = str(error)
-                    log.error("%s", error)
+                    if self._said.due(self.away):
+                        log.error("%s", error)
                     self._ending.wait(LOOK_S)
                 except NoBrokerError as error:
                     if not joined:
                         raise
-                    log.error("%s", error)
+                    if self._said.due(str(error)):
+                        log.error("%s", error)
                     self._ending.wait(LOOK_S)
         finally:
             self._ending.set()
@@ -136,25 +158,29 @@ class VLLMBridge:
 
     def _await_server(self) -> bool:
         """Waits for the server; False: it is to end."""
-        said = False
         while not self._ending.is_set():
-            if self.server.is_healthy():
+            if not (ails := self.server.ails()):
                 return True
-            self.away = f"{self.server.url} does not answer"
-            if not said:
-                log.info("waits for %s", self.server.url)
-                said = True
+            self.away = ails
+            if self._waits.due(ails):
+                log.warning("waits: %s", ails)
             self._ending.wait(LOOK_S)
         return False
 
     def _serve(self) -> None:
         """Leads the server until it goes, or `stop` is called."""
-        size = 1 + self.server.world_size()
+        self._workers = self.server.world_size()
+        size = 1 + self._workers
         init = {"channel": self._channel, "replica": self.replica, "size": size}
         init["endpoint"] = self._endpoint
         if not self._recorded:
             init["recorded"] = False
-        self.server.post("/init_weight_transfer_engine", {"init_info": init}, CONTROL_S)
+        self._post_init(init, BACKEND, "ipc")
+        if self._sleep and self.server.cannot_sleep():
+            log.warning(
+                "%s was started without --enable-sleep-mode: its memory stays where it is in updates",
+                self.server.url,
+            )
         worker = WorkerAgent(
             self._channel,
             replica=self.replica,
@@ -165,6 +191,28 @@ class VLLMBridge:
         )
         self._lead(worker, worker.attend)
 
+    def _post_init(self, init: dict[str, Any], backend: str, other: str) -> None:
+        """Has the server's workers begin with weight transfer.
+
+        Args:
+            init: What its backend is told.
+            backend: Which that must be.
+            other: The mode of a bridge for the other one.
+        """
+        try:
+            self.server.post("/init_weight_transfer_engine", {"init_info": init}, CONTROL_S)
+        except ServerError as error:
+            if not any(text in error.answer for text in OTHER_BACKEND):
+                raise
+            raise ServerError(
+                f"{self.server.url} has another weight-transfer backend than {backend!r}: start it with"
+                f' --weight-transfer-config \'{{"backend": "{backend}"}}\', or lead it by'
+                f" `tensorlease bridge vllm --mode {other}` if it has that one's"
+                f" ({error.answer[:MOST_SHOWN]})",
+                refused=True,
+                answer=error.answer,
+            ) from None
+
     def _lead(self, worker: WorkerAgent, join: Callable[[], None]) -> None:
         """Has member 0 join and serve, until the server goes, or `stop` is called."""
         # Another leader may have held it, for half of a version.
@@ -173,7 +221,14 @@ class VLLMBridge:
             worker.on_prepare(self._prepare)
             worker.on_commit(self._commit)
             worker.on_abort(self._abort)
-            join()
+            try:
+                join()
+            except RefusedError as error:
+                if error.code != Code.PLACE_TAKEN.value:
+                    raise
+                who = str(error).partition(";")[0]
+                text = f"{self.server.url} is led by another, or its name is taken: {who}; end that one"
+                raise RefusedError(text, error.code) from None
             with self._lock:
                 self._worker = worker
                 self.away = ""
@@ -191,8 +246,8 @@ class VLLMBridge:
     def _look(self) -> None:
         """Has the replica leave the channel when the server does not answer any more."""
         while not self._ending.wait(LOOK_S):
-            if self._worker is not None and not self.server.is_healthy(SILENT_S):
-                self._leave(f"{self.server.url} does not answer any more")
+            if self._worker is not None and (ails := self.server.ails(SILENT_S)):
+                self._leave(ails)
 
     def _leave(self, why: str) -> None:
         with self._lock:
@@ -241,6 +296,7 @@ class VLLMBridge:
     def _start(self) -> None:
         """Begins an update; one that failed may still be open, and has to be finished before."""
         half, self._half = self._half, True
+        self._had_half = half
         self._begun_at = time.monotonic()
         try:
             self.server.post("/start_weight_update", None, CONTROL_S)
@@ -268,11 +324,23 @@ class VLLMBridge:
         except ServerError as error:
             worker = self._worker
             awaited = self._update is update and worker is not None and worker.goes_on
+            if UNTOUCHED in error.answer:
+                self._let_go()
             update.set_exception(error)
             if awaited:
                 self._leave(str(error))
         else:
             update.set_result(None)
+
+    def _let_go(self) -> None:
+        """The server goes on: its worker has said that nothing was written.
+
+        Of several workers one says so, and is not asked what others have.
+        """
+        if self._workers == 1 and not self._had_half:
+            with contextlib.suppress(ServerError):
+                self.hold.undo()
+                self._half = False
 
     def _commit(self, info: RoundInfo) -> None:
         server = self.server
@@ -318,7 +386,7 @@ class VLLMBridge:
                 " commits",
                 self.server.url,
                 info.version,
-                reason,
+                reason if len(reason) <= MOST_SHOWN else f"{reason[:MOST_SHOWN]} ...",
                 self.hold.state.value,
             )
 

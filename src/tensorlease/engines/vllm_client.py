@@ -68,10 +68,11 @@ class ClientServer:
                 " workers=, those of all data-parallel ranks"
             )
         self.url = replica or ("vllm" if self._server is None else self._server.url)
+        self.address = "" if self._server is None else self._server.address
 
-    def is_healthy(self, timeout: float = 5.0) -> bool:
-        """Whether it answers; True where that cannot be asked."""
-        return self._server is None or self._server.is_healthy(timeout)
+    def ails(self, timeout: float = 5.0) -> str:
+        """Returns why it cannot be used; empty where that cannot be asked, too."""
+        return "" if self._server is None else self._server.ails(timeout)
 
     def world_size(self, timeout: float = 10.0) -> int:
         """Returns how many workers it has."""
@@ -82,6 +83,10 @@ class ClientServer:
 
     def is_paused(self, timeout: float = 10.0) -> bool:
         """No: whoever pauses the engine resumes it."""
+        return False
+
+    def cannot_sleep(self, timeout: float = 60.0) -> bool:
+        """No: whoever puts it to sleep knows."""
         return False
 
     def post(

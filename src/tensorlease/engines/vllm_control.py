@@ -12,7 +12,7 @@ from tensorlease.agents import TrainerAgent
 from tensorlease.protocol.errors import ClosedError, ConfigError, DeadlineError
 
 from .vllm_bridge import VLLMBridge
-from .vllm_server import ControlledServer, VLLMServer
+from .vllm_server import ControlledServer, VLLMServer, name_of
 
 LOOK_S: Final = 0.05
 """Between two looks whether all servers that answer are led."""
@@ -96,7 +96,7 @@ class VLLMControl:
         late: DeadlineError | None = None
         while True:
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)  # Where its thread was says nothing here.
             self._check_open()
             leading = [bridge.replica for bridge in self._bridges if bridge.leads]
             away = [bridge.away for bridge in self._bridges if bridge.away and not bridge.leads]
@@ -187,7 +187,7 @@ class VLLMControl:
         return VLLMBridge(
             server,
             trainer.channel,
-            server.url.removeprefix("http://"),
+            name_of(server.url),
             endpoint=trainer.endpoint,
             device=trainer.device,
             update_s=self._update_s,

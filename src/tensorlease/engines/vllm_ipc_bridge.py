@@ -10,6 +10,7 @@ batch is acknowledged, too, and the version's name at the commit.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -29,12 +30,11 @@ from .meeting import Meeting
 from .member import UpdateError
 from .readers import are_over, living, readers_of
 from .vllm_bridge import VLLMBridge
-from .vllm_server import ServerError, VLLMServer
+from .vllm_server import LOCAL, ServerError, VLLMServer
 from .vllm_wire import Info, Spot, merged, nothing_of, packed, runs, unpacked
 
 DEFAULT_PACKED_BYTES: Final = 2**30
 """Bytes of one packed call, at most: the server copies all of it once."""
-LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 ONCE: Final = (
     "unpacked, a stock vLLM server takes all weights of a GPU at once, registered by one trainer:"
     " start the bridge with --packed"
@@ -90,6 +90,8 @@ class VLLMIpcBridge(VLLMBridge):
         # The processes that read for the server, as far as they can be seen: that it is cut off is
         # no sign that they do not.
         self._readers: list[Process] = []
+        # Whether the server was given anything of the round at hand.
+        self._handed = False
         # When the last update was finished.
         self._finished_at = 0.0
         # Where the last packed call's runs began.
@@ -164,8 +166,7 @@ class VLLMIpcBridge(VLLMBridge):
         self._init()
 
     def _init(self) -> None:
-        init = {"packed": self._packed}
-        self.server.post("/init_weight_transfer_engine", {"init_info": init}, base.CONTROL_S)
+        self._post_init({"packed": self._packed}, "ipc", "plugin")
 
     # ------------------------------------------------------------ hooks
 
@@ -175,6 +176,7 @@ class VLLMIpcBridge(VLLMBridge):
                 f"{self.server.url} is a stock server, which cannot have {partly}: start it with"
                 " our backend, and the bridge with --mode plugin"
             )
+        self._handed = False
         self._init()  # It may have been restarted since, or been another client's.
         self._begin()
 
@@ -187,6 +189,15 @@ class VLLMIpcBridge(VLLMBridge):
         else:
             server.post("/update_weight_version", {"new_version": version}, base.CONTROL_S)
         self._go_on(info.version, self._finished_at)
+
+    def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
+        if self._half and not (self._had_half or self._handed):
+            with contextlib.suppress(ServerError):  # Else it is held until the next round.
+                # Nothing was loaded: what there was is put back.
+                self.server.post("/finish_weight_update", None, base.CONTROL_S)
+                self.hold.undo()
+                self._half = False
+        super()._abort(info, reason, torn)
 
     # ------------------------------------------------------------ batches
 
@@ -218,6 +229,7 @@ class VLLMIpcBridge(VLLMBridge):
             self._update_weights([packed(run) for run in turn])
 
     def _update_weights(self, infos: list[Info]) -> None:
+        self._handed = True
         self._ask("/update_weights", {"update_info": merged(infos)})
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> None:

@@ -12,8 +12,12 @@ from urllib.parse import urlencode, urlsplit
 
 from tensorlease.protocol.errors import ConfigError, TensorleaseError
 
-MOST_SHOWN: Final = 300
+MOST_SHOWN: Final = 200
 """Characters of an answer that an error shows."""
+OTHERS: Final = ("/health", "/v1/")
+"""What a server has without `VLLM_SERVER_DEV_MODE`, too."""
+LOCAL: Final = ("127.0.0.1", "localhost", "::1")
+"""Hosts that are this one."""
 
 
 class ServerError(TensorleaseError):
@@ -22,10 +26,14 @@ class ServerError(TensorleaseError):
     Attributes:
         refused: It has said no. Else it may have done, or still do, what it was asked to.
         absent: Nothing listens at its address.
+        answer: All that it has said, of which the message shows the beginning.
     """
 
-    def __init__(self, text: str, *, refused: bool = False, absent: bool = False) -> None:
+    def __init__(
+        self, text: str, *, refused: bool = False, absent: bool = False, answer: str = ""
+    ) -> None:
         super().__init__(text)
+        self.answer = answer
         self.refused = refused
         self.absent = absent
 
@@ -38,8 +46,13 @@ class ControlledServer(Protocol):
         """Its address, or what it is called."""
         ...
 
-    def is_healthy(self, timeout: float = ...) -> bool:
-        """Whether it answers."""
+    @property
+    def address(self) -> str:
+        """Where it listens, however its URL is written; empty: not known."""
+        ...
+
+    def ails(self, timeout: float = ...) -> str:
+        """Returns why it cannot be used; empty: it answers."""
         ...
 
     def world_size(self, timeout: float = ...) -> int:
@@ -48,6 +61,10 @@ class ControlledServer(Protocol):
 
     def is_paused(self, timeout: float = ...) -> bool:
         """Whether it holds its requests."""
+        ...
+
+    def cannot_sleep(self, timeout: float = ...) -> bool:
+        """Whether it says that it was started without sleep mode."""
         ...
 
     def post(
@@ -71,20 +88,24 @@ class VLLMServer:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise ConfigError(f"--url {url!r}: {error}") from None
+            raise ConfigError(f"a server's URL, {url!r}: {error}") from None
         if parts.scheme != "http" or not host or parts.path.strip("/"):
-            raise ConfigError(f"--url {url!r}: must be like http://127.0.0.1:8000")
+            raise ConfigError(f"a server's URL, {url!r}: must be like http://127.0.0.1:8000")
         self.url: Final = f"http://{parts.netloc}"
+        self.address: Final = name_of(self.url)
+        """`127.0.0.1:8000`: what it is called in its channel, however its URL is written."""
         self.host: Final = host
         self.port: Final = port or 80
 
-    def is_healthy(self, timeout: float = 5.0) -> bool:
-        """Whether it answers that it is."""
+    def ails(self, timeout: float = 5.0) -> str:
+        """Returns why it cannot be used; empty: it answers that it can."""
         try:
             self._ask("GET", "/health", None, timeout)
-        except ServerError:
-            return False
-        return True
+        except ServerError as error:
+            if not error.refused:
+                return f"{self.url} does not answer: {str(error).removeprefix(self.url)}"
+            return f"{error} (is it a vLLM server, and has its engine ended?)"
+        return ""
 
     def world_size(self, timeout: float = 10.0) -> int:
         """Returns how many workers it has, those of all data-parallel ranks."""
@@ -93,6 +114,14 @@ class VLLMServer:
     def is_paused(self, timeout: float = 10.0) -> bool:
         """Whether it holds its requests."""
         return bool(self._get("/is_paused", "is_paused", timeout))
+
+    def cannot_sleep(self, timeout: float = 60.0) -> bool:
+        """Whether it says that it was started without `--enable-sleep-mode`; older ones do not."""
+        try:
+            found = self.get("/server_info?config_format=json", timeout)
+            return found["vllm_config"]["model_config"]["enable_sleep_mode"] is False
+        except (ServerError, KeyError, TypeError):
+            return False
 
     def post(
         self, path: str, body: dict[str, Any] | None, timeout: float, **query: str | list[str]
@@ -155,14 +184,30 @@ class VLLMServer:
             limit.cancel()
             connection.close()
         if answer.status != http.HTTPStatus.OK:
+            said = _message(text)
+            if said.lstrip().startswith("<"):
+                said = "a page of HTML"
+            shown = " ".join(said.split())[:MOST_SHOWN]
+            if answer.status == http.HTTPStatus.NOT_FOUND and not path.startswith(OTHERS):
+                shown = f"{shown}: start the server with VLLM_SERVER_DEV_MODE=1"
             raise ServerError(
-                f"{self.url}{path} answered {answer.status}: {_message(text)[:MOST_SHOWN]}",
+                f"{self.url}{path} answered {answer.status}: {shown}",
                 refused=True,
+                answer=said,
             )
         try:
             return json.loads(text) if text else None
         except (ValueError, RecursionError):
             raise ServerError(f"{self.url}{path} answered no JSON: {text[:MOST_SHOWN]}") from None
+
+
+def name_of(url: str) -> str:
+    """Returns what a server is called in its channel: the same for each way to write its URL."""
+    if not url.startswith("http://"):
+        return url
+    parts = urlsplit(url)
+    host = "127.0.0.1" if parts.hostname in LOCAL else parts.hostname or ""
+    return f"{f'[{host}]' if ':' in host else host}:{parts.port or 80}"
 
 
 def _cut(sockets: list[socket.socket], over: threading.Event) -> None:
@@ -175,7 +220,7 @@ def _cut(sockets: list[socket.socket], over: threading.Event) -> None:
 def _message(text: str) -> str:
     """Returns what vLLM says is wrong; else all that it says."""
     try:
-        error = json.loads(text)
-        return str(error["error"]["message"])
+        answer = json.loads(text)
+        return str(answer["detail"] if "detail" in answer else answer["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return text

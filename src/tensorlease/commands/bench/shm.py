@@ -29,6 +29,8 @@ LIMIT = 1.3
 LIMIT_PEERS = 2.0
 """Times faster than the fastest of them."""
 LIMIT_S = 120.0
+SMALL = 256 * 2**20
+"""Bytes below which a round's fixed costs are no small part of it."""
 CHANNEL = "bench"
 
 Tensors = Mapping[str, torch.Tensor]
@@ -87,6 +89,11 @@ def shm(mib: int, tensors: int, rounds: int, bucket_mib: int, as_json: bool, che
         f"{total / 1e9:.2f} GB of float32 in {tensors} tensors, torch {torch.__version__} with"
         f" {threads} threads"
     )
+    if total < SMALL:
+        report.notes.append(
+            f"the goals are for {SMALL / 2**20:.0f} MiB and more: of less, a round's messages, and"
+            " whatever else the machine does, take a larger part"
+        )
     return finish(report, as_json=as_json, check=check)
 
 
