@@ -119,13 +119,14 @@ class RecordedLoad:
             whole: All tensors are loaded; what a load of some does is not noted.
         """
         self._recorder = None
-        if self._recording is not None and self._recording.lying != self._lying():
+        recording = self._recording  # Another thread may discard it meanwhile.
+        if recording is not None and recording.lying != self._lying():
             log.info("the parameters are others than were recorded: the load is noted anew")
-            self._recording = None
-        if self._recording is None and whole:
+            self._recording = recording = None
+        if recording is None and whole:
             self._recorder = Recorder(self._parameters, locate=self._layer_of is not None)
-        self._repeated = self._recording
-        return self._repeated
+        self._repeated = recording
+        return recording
 
     def skip(self) -> None:
         """A load begins that is not this model's: it is neither noted nor repeated."""

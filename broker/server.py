@@ -278,9 +278,11 @@ class Broker:
         if self._sweeping:
             return
         self._sweeping = True
+        self._loop.run_in_executor(None, self._next_sweep()).add_done_callback(self._swept)
+
+    def _next_sweep(self) -> Callable[[], list[str]]:
         gone, self._to_sweep = frozenset(self._to_sweep), set()
-        look = partial(sweep, Path(self.config.shm_dir), gone=gone)
-        self._loop.run_in_executor(None, look).add_done_callback(self._swept)
+        return partial(sweep, Path(self.config.shm_dir), gone=gone)
 
     def _swept(self, done: asyncio.Future[list[str]]) -> None:
         self._sweeping = False
@@ -289,9 +291,14 @@ class Broker:
         if error := done.exception():
             log.error("cannot look for shared memory of dead trainers: %s", error)
         else:
-            for name in done.result():
-                log.info("removed shared memory %s, whose trainer is gone", name)
-        if self._to_sweep:
+            _tell_removed(done.result())
+        if self._to_sweep and self._ended.done():
+            # No thread is to be had any more.
+            try:
+                _tell_removed(self._next_sweep()())
+            except OSError as again:
+                log.error("cannot look for shared memory of dead trainers: %s", again)
+        elif self._to_sweep:
             self._sweep(self._to_sweep.pop())
 
     # ------------------------------------------------------------ signals
@@ -323,6 +330,11 @@ class Broker:
         self.config = _with_changes(self.config, new)
         if not changed:
             log.info("SIGHUP: no setting changed")
+
+
+def _tell_removed(names: list[str]) -> None:
+    for name in names:
+        log.info("removed shared memory %s, whose trainer is gone", name)
 
 
 def _take_all_descriptors() -> None:

@@ -185,6 +185,31 @@ def test_whatever_part_breaks_once_the_process_ends_at_once_with_an_error(
         assert b"STOPPING=1" in said[-1]  # No word of a watchdog after it.
 
 
+def test_a_sweep_that_waits_while_the_broker_ends_is_made(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came, go = threading.Event(), threading.Event()
+    swept: list[frozenset[str]] = []
+
+    def slow(_: Path, gone: frozenset[str]) -> list[str]:
+        came.set()
+        assert go.wait(20.0)
+        swept.append(gone)
+        return []
+
+    monkeypatch.setattr(server, "sweep", slow)
+    running = Threaded(config_for(url))
+    running.call(lambda: running.broker._sweep("trainer 1"))
+    assert came.wait(10.0)
+    running.call(lambda: running.broker._sweep("trainer 2"))
+    running.call(running.broker.stop)
+    eventually(lambda: running.broker._ended.done())
+    go.set()
+    running.stop()
+    assert running.error is None
+    assert swept == [frozenset({"trainer 1"}), frozenset({"trainer 2"})]
+
+
 def test_a_sweep_of_shared_memory_that_breaks_is_said_and_the_next_one_is_made(
     url: str,
     raw: Callable[[], Raw],
