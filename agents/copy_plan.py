@@ -257,7 +257,8 @@ class CopyPlan:
         self, source: str, numbers: Iterable[int], mapped: Mapping[int, MappedMemory]
     ) -> None:
         """Works out what `copy` of these buffers would do, so that it need not; see there."""
-        self._keep(source, *self._taken(source, numbers, mapped))
+        for lane in self._keep(source, *self._taken(source, numbers, mapped)).lanes:
+            lane.runs.prepare()
 
     def _keep(
         self, source: str, taken: tuple[int, ...], memories: Sequence[MappedMemory]

@@ -62,6 +62,13 @@ class DeviceRuns:
                 raise
         return event
 
+    def prepare(self) -> None:
+        """Captures now what else would be captured at the second time."""
+        lock, (main, *_) = _lanes(self._ordinal)
+        with lock, driver.context(self._ordinal):
+            if self._times == 0:
+                self._times, self._graph = 2, self._captured(main)
+
     def issue(self) -> None:
         """Copies every run, in the order of the device's first lane; see `lane`."""
         main = _lanes(self._ordinal).streams[0]

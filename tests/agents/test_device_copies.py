@@ -72,3 +72,31 @@ def test_what_was_issued_before_a_copy_failed_is_waited_for(
         runs.begin()
     assert issued == [0, 1, 2]
     assert synchronized == [(0, [1, 2, 3])]
+
+
+def test_copies_that_were_prepared_are_a_graph_from_the_first_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    class Graph:
+        def launch(self, stream: int) -> None:
+            done.append("launch")
+
+    def captured(self: DeviceRuns, main: object) -> Graph:
+        done.append("capture")
+        return Graph()
+
+    streams: list[Any] = [Stream(number) for number in range(LANES)]
+    monkeypatch.setattr(device_copies, "_lanes", lambda ordinal: _Lanes(Lock(), streams))
+    monkeypatch.setattr(cuda_driver, "context", lambda ordinal: nullcontext())
+    monkeypatch.setattr(cuda_driver, "copy_async", lambda *_: done.append("copy"))
+    monkeypatch.setattr(DeviceRuns, "_captured", captured)
+    prepared, plain = DeviceRuns(0, [Run(0, 10, 5)]), DeviceRuns(0, [Run(0, 10, 5)])
+    prepared.prepare()
+    for runs in (prepared, plain):
+        for _ in range(3):
+            runs.issue()
+        done.append("next")
+    first = ["capture", "launch", "launch", "launch", "next"]
+    assert done == [*first, "copy", "capture", "launch", "launch", "next"]
