@@ -215,6 +215,6 @@ def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
             _, said = process.communicate(timeout=LIMIT_S)
         finally:
             process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 130, said
     assert "Traceback" not in said, said
     assert list(tmp_path.iterdir()) == []

@@ -106,6 +106,7 @@ class VLLMIpcBridge(VLLMBridge):
                 f"{self.server.url} has {workers} workers, and {len(self._devices)} GPUs are named:"
                 " name that of each worker, in their order, by --device UUID"
             )
+        self._init()
         self._readers = readers_of(self._stock.port) if self._stock.host in LOCAL else []
         if not self._readers:
             log.info(
@@ -123,7 +124,7 @@ class VLLMIpcBridge(VLLMBridge):
                 seat.join()
             for thread in threads:
                 thread.start()
-            self._lead(self._seats[0], self._join)
+            self._lead(self._seats[0], self._seats[0].join)
         finally:
             for seat in self._seats:
                 seat.stop()
@@ -159,11 +160,6 @@ class VLLMIpcBridge(VLLMBridge):
         for seat in self._seats[1:]:
             if not self._ending.is_set():
                 seat.close(0.0)
-
-    def _join(self) -> None:
-        """Takes the leader's seat, and only then tells the server: it may be led by another."""
-        self._seats[0].join()
-        self._init()
 
     def _init(self) -> None:
         self._post_init({"packed": self._packed}, "ipc", "plugin")
