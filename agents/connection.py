@@ -35,6 +35,7 @@ from . import poll_loop
 from .core import Effect, Farewell, Joined, Post, Reconnect, TurnedAway
 from .dealer import Dealer
 from .discovery import REFUSED, NotFoundError, find_broker, one_line
+from .interrupts import HeldBack
 from .live import LiveLock
 from .outage import Outage
 from .poll_loop import PollLoop, Ready
@@ -153,7 +154,7 @@ class Connection:
         Raises:
             ConfigError: See `poll_loop.check`.
         """
-        with self.mutex:
+        with HeldBack(), self.mutex:
             if self.stage is Stage.NEW:
                 poll_loop.check()
                 self.stage = Stage.LOOKING

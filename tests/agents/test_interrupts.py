@@ -12,6 +12,7 @@ import pytest
 
 from tensorlease.agents import RoundHandle, TrainerAgent, WorkerAgent
 from tensorlease.agents.connection import Connection
+from tensorlease.agents.poll_loop import PollLoop
 from tensorlease.protocol.codec import decode_from_broker
 from tensorlease.protocol.errors import DeadlineError, RefusedError
 
@@ -260,3 +261,24 @@ def test_an_interrupt_while_a_message_is_taken_in_loses_nothing_of_it(
     assert trainer.publish(2, timeout=20.0).ok
     assert trainer._core.session.number == 1
     process.result()
+
+
+def test_an_interrupt_while_the_first_agent_begins_to_connect_leaves_one_that_connects(
+    broker: Threaded, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = PollLoop.start
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def struck(self: PollLoop) -> None:
+        signal.raise_signal(signal.SIGINT)
+        start(self)
+
+    monkeypatch.setattr(PollLoop, "start", struck)
+    try:
+        with TrainerAgent("policy", endpoint=url) as trainer:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.wait_ready(0, timeout=20.0)
+            trainer.wait_ready(0, timeout=20.0)
+            assert trainer.connected
+    finally:
+        signal.signal(signal.SIGINT, former)
