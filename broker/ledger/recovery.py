@@ -262,7 +262,8 @@ def _roll_forward(book: Book, channel: Channel, rnd: Round) -> None:
                 book, rnd, receiver, Fate.EXPELLED, Code.MEMBER_OUT, text, told=m.Expelled
             )
     for receiver, code, text in _unfit(book, rnd):
-        if receiver.state in IN_ROUND:
+        # The broker before saw what it had staged, if it told it to commit; and then it does.
+        if receiver.state in IN_ROUND and not _was_told_to_commit(book, rnd, receiver):
             ending.remove(book, rnd, receiver, Fate.EXPELLED, code, text, told=m.Expelled)
     _expel_incomplete_replicas(book, rnd)
     channel.last_version = max(channel.last_version, rnd.version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tensorlease.protocol import messages as m
 from tensorlease.protocol.records import Code, Fate, Outcome, Proof, Tally
@@ -171,6 +172,21 @@ def test_after_a_restart_the_whole_replica_of_who_had_not_shown_it_is_out(desk: 
         member.hello(round=round)
     assert not any(member.got(m.Commit) for member in pair)
     assert rank.outcome() is Outcome.MIXED
+
+
+def test_who_was_told_to_commit_does_though_nobody_knows_any_more_what_was_published(
+    desk: Desk,
+) -> None:
+    rank, [member] = verified(desk, "a")
+    member.stages(0, vote=True, proofs=RIGHT)
+    assert member.got(m.Commit)
+    said = replace(member.inside((0, 0), voted=True, proofs=RIGHT), decided=True)
+    desk.restart(rank, member)
+    member.hello(round=said)
+    rank.gone()
+    assert not member.got(m.Expelled)
+    member.commits()
+    assert desk.forgotten()
 
 
 def test_where_nobody_knows_what_was_published_a_verified_round_takes_no_one_along(
