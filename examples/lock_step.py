@@ -9,7 +9,8 @@
 - registered: the tensors are loaded from where the trainer has them.
 
 The worker of each is a process of its own, with the same engine: the same `load_weights`, which
-fuses, and the same step after each update. Between rounds all tensors change, and in the end each
+fuses, and the same step after each update. Lock step calls it for each buffer; with the ring and
+registered it is recorded in the first round, and its copies are repeated from then on. Between rounds all tensors change, and in the end each
 engine is compared with them.
 """
 
@@ -257,7 +258,8 @@ def take(told: Told, url: str, channel: str, shapes: Shapes, device: str) -> Non
     engine = FusedEngine(shapes, device, DTYPE)
     with WorkerAgent(channel, endpoint=url, device=device) as worker:
         worker.on_commit(lambda round: engine.post_process(round.version))
-        worker.on_stage(lambda round, tensors: engine.load_weights(tensors), names=shapes)
+        # The first version is loaded; later ones repeat the copies that the loader has made.
+        worker.attach_loader(engine.load_weights, engine.parameters.items)
         while not told.waiting():
             worker.step(timeout=0.1)
     report(told, engine)
