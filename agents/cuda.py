@@ -162,12 +162,13 @@ class CudaExport:
 class CudaMapping:
     """A trainer's GPU memory in a worker, for reading alone."""
 
-    def __init__(self, handle: CudaIpcHandle, own: CudaExport | None) -> None:
+    def __init__(self, handle: CudaIpcHandle, own: CudaExport | None, source: str = "") -> None:
         """Maps it.
 
         Args:
             handle: What the trainer says of it.
             own: The export itself, where the trainer is of this process.
+            source: The trainer's instance.
 
         Raises:
             MappingError: It cannot be mapped here.
@@ -180,11 +181,11 @@ class CudaMapping:
         self._nbytes = handle.storage_nbytes - handle.storage_offset if own is None else own.nbytes
         self._block: _Block | None = _Block(base, self._nbytes, own)
         self._alive: weakref.ref[_Block] = weakref.ref(self._block)
-        self._event = own.order.event if own is not None else self._opened_event(handle.event)
+        self._event = own.order.event if own is not None else self._opened_event(source, handle)
 
-    def _opened_event(self, handle: bytes) -> torch.cuda.Event:
+    def _opened_event(self, source: str, handle: CudaIpcHandle) -> torch.cuda.Event:
         try:
-            return _open_event(handle, self._ordinal)
+            return _open_event(source, handle.event, self._ordinal)
         except RuntimeError as error:
             driver.close_handle(self._ordinal, self._opened)
             raise MappingError(
@@ -369,7 +370,7 @@ _spare_orders: Final[defaultdict[int, list[Order]]] = defaultdict(list)
 _exports: Final[weakref.WeakValueDictionary[tuple[str, int], CudaExport]] = (
     weakref.WeakValueDictionary()
 )
-_events: Final[dict[tuple[bytes, int], torch.cuda.Event]] = {}
+_events: Final[dict[tuple[str, bytes, int], torch.cuda.Event]] = {}
 _lock: Final = Lock()
 
 
@@ -389,12 +390,15 @@ def _slot_order(ordinal: int) -> Order:
         return spare.pop() if spare else Order(ordinal)
 
 
-def _open_event(handle: bytes, ordinal: int) -> torch.cuda.Event:
-    """Opens a trainer's event: once, for good, though many buffers name it."""
+def _open_event(source: str, handle: bytes, ordinal: int) -> torch.cuda.Event:
+    """Opens a trainer's event: once, for good, though many buffers name it.
+
+    Another trainer's may have the same handle, if it has the number of a process that has ended.
+    """
     with _lock:
-        known = _events.get((handle, ordinal))
+        known = _events.get((source, handle, ordinal))
         if known is not None:
             return known
         event: torch.cuda.Event = _event_from(torch.device("cuda", ordinal), handle)
-        _events[handle, ordinal] = event
+        _events[source, handle, ordinal] = event
         return event

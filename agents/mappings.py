@@ -92,7 +92,7 @@ def open_handle(handle: Handle, source: str, number: int) -> MappedMemory:
         return open_segment(handle)
     from .cuda import CudaMapping, local_export
 
-    return CudaMapping(handle, local_export(source, number))
+    return CudaMapping(handle, local_export(source, number), source)
 
 
 _process = Mappings()

@@ -224,7 +224,7 @@ def test_a_trainer_whose_torch_makes_other_event_handles_does_not_offer_them(
 
 @pytest.fixture
 def mapped(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    monkeypatch.setattr(cuda, "_open_event", lambda handle, ordinal: None)
+    monkeypatch.setattr(cuda, "_open_event", lambda source, handle, ordinal: None)
     yield fake
 
 
@@ -239,6 +239,26 @@ def test_a_mapping_begins_inside_the_allocation_and_is_made_by_the_workers_own_n
     assert mapping.address == 0x6000_0000_0000 + 3072
     assert mapping.nbytes == 20 * MIB - 3072
     assert mapped.opened == [(0, bytes(range(64)))]
+
+
+def test_an_event_is_opened_once_for_a_trainer_and_anew_for_another_with_the_same_handle(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[bytes] = []
+
+    def open_event(device: object, event: bytes) -> object:
+        opened.append(event)
+        return object()
+
+    monkeypatch.setattr(cuda, "_event_from", open_event)
+    monkeypatch.setattr(cuda, "_events", {})
+    first, again, other = (
+        cuda.CudaMapping(handle(UUIDS[0]), None, source).event
+        for source in ("trainer", "trainer", "its heir, of the same pid")
+    )
+    assert first is again
+    assert other is not first
+    assert opened == [bytes(64)] * 2
 
 
 def test_a_mig_instance_is_compared_by_its_own_uuid_and_no_handle_of_another_is_tried(
