@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -31,3 +33,12 @@ def _lacking(item: pytest.Item) -> str | None:
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return f"needs {wanted} CUDA device(s), {found} here" if found < wanted else None
+
+
+@pytest.fixture
+def peers_forgotten() -> Iterator[None]:
+    """What a test imports of other projects is not there for the next one."""
+    yield
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("verl", "sglang", "checkpoint_engine"):
+            del sys.modules[name]

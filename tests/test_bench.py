@@ -267,13 +267,13 @@ def test_bytes_that_did_not_arrive_are_found() -> None:
     there.close()
 
 
+@pytest.mark.usefixtures("peers_forgotten")
 def test_of_a_peer_that_is_installed_one_module_is_imported_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tensorlease.commands.bench import peers
 
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     assert peers.path_of("verl") is None
     module = tmp_path / "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
     module.parent.mkdir(parents=True)

@@ -120,13 +120,13 @@ def test_a_way_brings_every_byte_to_both_workers_in_each_round(
 
 
 @program
+@pytest.mark.usefixtures("peers_forgotten")
 def test_a_peer_has_a_sender_for_each_worker(
     source: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tensorlease.commands.bench.gpu_workers import placed, sums
 
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     module = tmp_path / "sglang/srt/weight_sync/tensor_bucket.py"
     module.parent.mkdir(parents=True)
     module.write_text(SGLANG)
@@ -139,13 +139,13 @@ def test_a_peer_has_a_sender_for_each_worker(
         made.compare(sums(source))
 
 
+@pytest.mark.usefixtures("peers_forgotten")
 def test_verls_receiver_is_told_when_its_senders_socket_is_there(
     source: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tensorlease.commands.bench import peers
 
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     module = tmp_path / "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
     module.parent.mkdir(parents=True)
     module.write_text(
