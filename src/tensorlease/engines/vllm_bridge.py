@@ -38,6 +38,8 @@ SLEEP_S: Final = 180.0
 """How long a step of sleeping and waking may take: all weights go to the host, and come back."""
 MARGIN_S: Final = 10.0
 """By so much longer than its workers wait, the answer to an update is waited for."""
+HEARD_S: Final = 0.5
+"""By so much later than from its server a leader may hear that a round has failed."""
 END_S: Final = 5.0
 """How long the thread that looks is waited for."""
 
@@ -322,12 +324,11 @@ class VLLMBridge:
         try:
             self.server.post("/update_weights", body, self._update_s + MARGIN_S)
         except ServerError as error:
-            worker = self._worker
-            awaited = self._update is update and worker is not None and worker.goes_on
+            awaited = self._update is update
             if UNTOUCHED in error.answer:
                 self._let_go()
             update.set_exception(error)
-            if awaited:
+            if awaited and self._goes_on(update):
                 self._leave(str(error))
         else:
             update.set_result(None)
@@ -341,6 +342,15 @@ class VLLMBridge:
             with contextlib.suppress(ServerError):
                 self.hold.undo()
                 self._half = False
+
+    def _goes_on(self, update: Future[None]) -> bool:
+        """Whether the round of an update that failed does: mostly it has failed before."""
+        deadline = time.monotonic() + HEARD_S
+        while self._update is update and (worker := self._worker) is not None and worker.goes_on:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(HEARD_S / 50)
+        return False
 
     def _commit(self, info: RoundInfo) -> None:
         server = self.server
