@@ -72,6 +72,7 @@ class Staging(Struct):
             texts += self.given.missing()
             if not (texts or self.given.count or self.nbytes):
                 texts.append("no tensor that this worker wants was sent in this round")
+            texts = texts or self.given.lacks()
         texts = texts[:MAX_MISSING]
         if texts and self.unwanted and not self.shared:
             # One of them may be meant by the name that is lacking.

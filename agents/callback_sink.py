@@ -46,7 +46,7 @@ class CallbackSink:
         strict: Whether one of `names` that does not come puts the worker out of the round.
         together: Groups of names that are given in one call or not at all.
         without: Names that it does not want.
-        lacks: What it lacks beside names, asked after each batch.
+        lacks: What it lacks beside names, asked when no name is lacking.
 
     Raises:
         ConfigError: What cannot be called; a group with a name that is not wanted.
@@ -314,7 +314,11 @@ class Staged:
         texts += [f"{name}: not sent in this round" for name in sorted(absent)]
         for group in {self._sink.groups[name] for name in self._waiting}:
             texts += incomplete(group, self._whole.keys() | self._attached, "not sent")
-        return [*texts, *self._sink.lacks(self._subset)]
+        return texts
+
+    def lacks(self) -> list[str]:
+        """Returns a text for each thing that whoever gets the tensors lacks."""
+        return list(self._sink.lacks(self._subset))
 
 
 class Watch(Protocol):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from .errors import AttachError, CoverageError, MappingError, VerifyError
 from .memory import MappedMemory
 from .overlaps import span_of
 from .placement import Placed
+from .unmoved import Unmoved
 
 if TYPE_CHECKING:
     from .device_copies import DeviceRuns
@@ -374,19 +374,8 @@ def _lost_its_base(want: Want) -> bool:
     )
 
 
-# Called for thousands of tensors in each round: by `map`, which takes a third of the time.
-_ADDRESS: Final = torch.Tensor.data_ptr
-_COUNT: Final = torch.Tensor.numel
-_STRIDES: Final = torch.Tensor.stride
-_CONTIGUOUS: Final = torch.Tensor.is_contiguous
-_STORAGE: Final = torch.Tensor.untyped_storage
-_STORED: Final = torch.UntypedStorage.nbytes
-_DTYPE: Final = attrgetter("dtype")
-_SHAPE: Final = attrgetter("shape")
-
-
 class _Lying:
-    """Where and how tensors lie in memory.
+    """Where and how the tensors that are written lie in memory.
 
     Args:
         tensors: What is looked at.
@@ -394,38 +383,13 @@ class _Lying:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], watched: Sequence[Want]) -> None:
-        self._tensors = tensors
+        self._unmoved = Unmoved(tensors)
         self._watched = watched
-        self._addresses = list(map(_ADDRESS, tensors))
-        self._counts = list(map(_COUNT, tensors))
-        self._dtypes = list(map(_DTYPE, tensors))
-        # A storage of a GPU goes to another address when its size changes.
-        self._storages_of = [tensor for tensor in tensors if tensor.device.type != "cuda"]
-        self._stored = self._look_at_storages()
-        # Of what is contiguous these and the count are the shape, too.
-        self._strides = list(map(_STRIDES, tensors))
-        self._contiguous = [tensor for tensor in tensors if tensor.is_contiguous()]
-        self._others = [tensor for tensor in tensors if not tensor.is_contiguous()]
-        self._shapes = list(map(_SHAPE, self._others))
         self._strayed = self._look_at_watched()
 
     def unchanged(self) -> bool:
         """Whether they lie there still, and so."""
-        tensors = self._tensors
-        return (
-            list(map(_ADDRESS, tensors)) == self._addresses
-            and list(map(_COUNT, tensors)) == self._counts
-            and list(map(_DTYPE, tensors)) == self._dtypes
-            and self._look_at_storages() == self._stored
-            and all(map(_CONTIGUOUS, self._contiguous))
-            and list(map(_SHAPE, self._others)) == self._shapes
-            # No list: thousands of tuples would have the garbage collector look at everything.
-            and all(map(eq, map(_STRIDES, tensors), self._strides))
-            and self._look_at_watched() == self._strayed
-        )
-
-    def _look_at_storages(self) -> list[int]:
-        return list(map(_STORED, map(_STORAGE, self._storages_of)))
+        return self._unmoved.holds() and self._look_at_watched() == self._strayed
 
     def _look_at_watched(self) -> list[tuple[bool, bool]]:
         return [(want.placed.left_behind, _lost_its_base(want)) for want in self._watched]

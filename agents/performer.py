@@ -399,7 +399,7 @@ class Performer:
             except BaseException as raised:  # noqa: BLE001 - reported
                 error, text = raised, describe(raised)
                 clear_frames(error)
-        missing, tally = self._intake.missing(), self._intake.tally()
+        missing, tally = "" if text else self._intake.missing(), self._intake.tally()
         if text:
             said = text.removeprefix(f"{hook} raised ")  # `_NAMES` says it already.
             log.error("%s: %s: %s", self._who, _NAMES[CopyWork], said, exc_info=error)

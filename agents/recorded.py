@@ -27,10 +27,13 @@ from .placement import NamedTensors, Placed, pairs_of
 from .recording import Memory, Note, Parameters, Recorder, has_memory, view_of
 from .sink import AttachedTensors
 from .strides import Axis, Box, apart, boxes_of
+from .unmoved import UnmovedModel
 
 log = logging.getLogger("tensorlease.agents")
 
 LoadWeights = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
+WrittenTo = Callable[[], NamedTensors] | torch.nn.Module
+"""Gives names and tensors of all that a loader writes to; or a model that has them."""
 MOST_NAMED: Final = 5
 """Names in a log line."""
 
@@ -81,7 +84,8 @@ class RecordedLoad:
 
     Args:
         load_weights: Takes names and tensors into the model; keeps none of the tensors.
-        parameters: Returns names and tensors of all that it may write to, as they are now.
+        parameters: Returns names and tensors of all that it may write to, as they are now. Or a
+            model: its parameters and buffers, which are looked at in less time.
         layer_of: For a model that loads only whole layers: the layer of a parameter, by its
             name. Of a layer nothing is copied unless all of it is. The parameters may be others
             between `begin` and `finish`.
@@ -90,17 +94,20 @@ class RecordedLoad:
     def __init__(
         self,
         load_weights: LoadWeights,
-        parameters: Callable[[], NamedTensors],
+        parameters: WrittenTo,
         *,
         layer_of: Callable[[str], str] | None = None,
     ) -> None:
         self._load_weights = load_weights
-        self._parameters: Parameters = lambda: pairs_of(parameters())
+        self._model = parameters if isinstance(parameters, torch.nn.Module) else None
+        self._parameters = _parameters_of(parameters)
         self._layer_of = layer_of
         self._recorder: Recorder | None = None
         self._recording: Recording | None = None
         self._repeated: Recording | None = None
         self._told: object = None
+        # The model as it lay when it was looked at last.
+        self._unmoved: UnmovedModel | None = None
 
     @property
     def recording(self) -> Recording | None:
@@ -120,7 +127,7 @@ class RecordedLoad:
         """
         self._recorder = None
         recording = self._recording  # Another thread may discard it meanwhile.
-        if recording is not None and recording.lying != self._lying():
+        if recording is not None and not self._lies_as(recording):
             log.info("the parameters are others than were recorded: the load is noted anew")
             self._recording = recording = None
         if recording is None and whole:
@@ -194,6 +201,7 @@ class RecordedLoad:
             self._recording = Recording(
                 None, everything, frozenset(), dict(recorder.sources), self._lying()
             )
+        self._unmoved = self._unmoved_now()
         self._tell(self._recording)
 
     def abandon(self) -> None:
@@ -205,6 +213,19 @@ class RecordedLoad:
         if self._recording is not None:
             log.info("the load is noted anew: %s", why)
         self._recording = None
+
+    def _lies_as(self, recording: Recording) -> bool:
+        """Whether the parameters are those that were recorded, where they lay."""
+        if self._unmoved is not None and self._unmoved.holds():
+            return True
+        same = recording.lying == self._lying()
+        self._unmoved = self._unmoved_now() if same else None
+        return same
+
+    def _unmoved_now(self) -> UnmovedModel | None:
+        if self._model is None or not all(has_memory(t) for _, t in self._parameters()):
+            return None
+        return UnmovedModel(self._model)
 
     def _lying(self) -> tuple[Lie, ...]:
         return tuple(
@@ -232,6 +253,12 @@ class RecordedLoad:
             f": {shown}" if shown else "",
             more,
         )
+
+
+def _parameters_of(given: WrittenTo) -> Parameters:
+    if isinstance(given, torch.nn.Module):
+        return lambda: [*given.named_parameters(), *given.named_buffers()]
+    return lambda: pairs_of(given())
 
 
 def _some(names: list[str]) -> str:

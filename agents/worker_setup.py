@@ -14,7 +14,7 @@ from .loading import Loading
 from .performer import Performer
 from .pieces import Pieces
 from .placement import NamedTensors
-from .recorded import LoadWeights, RecordedLoad
+from .recorded import LoadWeights, RecordedLoad, WrittenTo
 from .sink import AttachedTensors, Cast, Rename
 from .together import Groups, groups_of
 from .worker_core import WorkerCore
@@ -151,8 +151,8 @@ class WorkerSetup(Agent[WorkerCore]):
             recorded: For an engine that begins and ends its loads itself: what the callback loads
                 by. Names that the load at hand repeats are copied, and not given.
             lacks: Returns a text for each thing that the engine lacks so far of the round, or of
-                what a round of some tensors (True) has begun. Asked after each batch; who lacks
-                something when all has come is out of the round.
+                what a round of some tensors (True) has begun. Asked after each batch by which no
+                name is lacking; who lacks something when all has come is out of the round.
 
         Raises:
             ConfigError: There is a callback already, `recorded` and names or groups are given, or the worker has begun to work.
@@ -172,12 +172,10 @@ class WorkerSetup(Agent[WorkerCore]):
         self._join(lambda: self._intake.give_to(sink), lambda: self._intake.give_to(None))
         return callback
 
-    def attach_loader(
-        self, load_weights: LoadWeights, parameters: Callable[[], NamedTensors]
-    ) -> RecordedLoad:
+    def attach_loader(self, load_weights: LoadWeights, parameters: WrittenTo) -> RecordedLoad:
         """Has versions loaded by an engine's own loader, recorded once, and joins the channel.
 
-            worker.attach_loader(model.load_weights, model.named_parameters)
+            worker.attach_loader(model.load_weights, model)
 
         The first version is loaded by `load_weights`, and each copy that it makes is noted. Later
         ones are copied so, from the trainers' memory into the parameters, without it. Names of
@@ -187,8 +185,8 @@ class WorkerSetup(Agent[WorkerCore]):
 
         Args:
             load_weights: Called with an iterator of names and tensors; keeps none of them.
-            parameters: Returns names and tensors of all that it writes to, as they are now. What
-                it changes elsewhere is left to it, too.
+            parameters: The model that it writes to; or returns names and tensors of all that it
+                writes to, as they are now. What it changes elsewhere is left to it, too.
 
         Raises:
             ConfigError, NoBrokerError, RefusedError: As for `on_stage`; something is attached.

@@ -13,6 +13,7 @@ import io
 import pickle
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -247,6 +248,9 @@ class FakeStockVLLM(FakeVLLM):
     def unwaited(self) -> list[str]:
         """Names of tensors that were read without a look at the trainer's event."""
         return [name for worker in self.workers for name in worker.unwaited]
+
+    def _turn(self, path: str) -> AbstractContextManager[object]:
+        return nullcontext()  # `_busy` is.
 
     def _answer(self, path: str, query: dict[str, str], body: dict[str, Any]) -> Any:
         match path:

@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -22,6 +22,7 @@ from tensorlease.engines.member import EngineMember, Tensors
 from tensorlease.engines.vllm_bridge import VLLMBridge
 
 MODES = ("abort", "wait", "keep")
+BY_WORKERS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 
 
 class Refused(Exception):
@@ -67,6 +68,7 @@ class FakeVLLM:
         self.load_fails = ""
         # Set when something was loaded in the update at hand.
         self.loading = threading.Event()
+        self._core = threading.Lock()
         self._begin_anew()
         self._server: ThreadingHTTPServer | None = None
 
@@ -90,6 +92,10 @@ class FakeVLLM:
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
+            # Connections are kept.
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
             def do_GET(self) -> None:
                 fake._serve(self)
 
@@ -130,6 +136,9 @@ class FakeVLLM:
     # ------------------------------------------------------------ answers
 
     def _serve(self, request: BaseHTTPRequestHandler) -> None:
+        if self._server is None:
+            request.close_connection = True  # It has died.
+            return
         parts = urlsplit(request.path)
         length = int(request.headers.get("Content-Length", 0))
         body = json.loads(request.rfile.read(length)) if length else {}
@@ -146,7 +155,8 @@ class FakeVLLM:
             for path in (request.path, parts.path):
                 if path in self.fails:
                     raise Refused(500, self.fails.pop(path))
-            done = None if parts.path in self.lies else self._answer(parts.path, query, body)
+            with self._turn(parts.path):
+                done = None if parts.path in self.lies else self._answer(parts.path, query, body)
             status, answer = 200, done
         except Refused as refused:
             error = {"message": str(refused), "type": "error", "param": None}
@@ -163,6 +173,10 @@ class FakeVLLM:
             request.send_header("Content-Length", str(len(content)))
             request.end_headers()
             request.wfile.write(content)
+
+    def _turn(self, path: str) -> AbstractContextManager[object]:
+        """What workers are to do, an engine has them do one after the other."""
+        return self._core if path in BY_WORKERS else nullcontext()
 
     def _answer(self, path: str, query: dict[str, str], body: dict[str, Any]) -> Any:
         match path:

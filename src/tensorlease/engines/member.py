@@ -135,7 +135,8 @@ class EngineMember:
     ) -> None:
         self._worker = worker
         self._load = load
-        # Guards the next four.
+        self._lacks = lacks
+        # Guards the next five.
         self._changed = threading.Condition()
         # A round may be taken in before `receive` is called.
         self._open = False
@@ -150,7 +151,7 @@ class EngineMember:
         worker.on_prepare(self._prepare)
         worker.on_commit(self._commit)
         worker.on_abort(self._abort)
-        worker.on_stage(self._stage, recorded=recorded, lacks=lacks)
+        worker.on_stage(self._stage, recorded=recorded, lacks=self._lacking)
         self._thread = threading.Thread(target=self._serve, name="tensorlease-engine", daemon=True)
         self._thread.start()
 
@@ -164,7 +165,7 @@ class EngineMember:
 
         Args:
             copied: All of it is copied as recorded, by the agent's thread: the round need not wait
-                until the engine's own is told which version it is.
+                until the engine's own is told which version it is. Its vote does.
         """
         with self._changed:
             self._forget()
@@ -324,6 +325,20 @@ class EngineMember:
         self._put(info, _Load(list(tensors), done))
         tensors.clear()
         done.result()
+
+    def _lacking(self, subset: bool) -> Iterable[str]:
+        """Says what the engine lacks of a round, once it is told which version that makes.
+
+        So whoever hears that the round commits knows that the engine is at this update.
+        """
+        began = time.monotonic()
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._version, LOOK_S):
+                if not self._worker.goes_on:
+                    break
+                if time.monotonic() - began > BEGIN_S:
+                    return [f"the engine was not told in {BEGIN_S:g} s which version it has got"]
+        return () if self._lacks is None else self._lacks(subset)
 
     def _commit(self, info: RoundInfo) -> None:
         done: Future[None] = Future()

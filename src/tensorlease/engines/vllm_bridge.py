@@ -353,11 +353,19 @@ class VLLMBridge:
         return False
 
     def _commit(self, info: RoundInfo) -> None:
-        server = self.server
         update, self._update = self._update, None
         assert update is not None
-        update.result(self._update_s + MARGIN_S)
-        server.post("/finish_weight_update", {"weight_version": str(info.version)}, CONTROL_S)
+        limit = self._update_s + MARGIN_S
+        if info.subset:
+            update.result(limit)  # Workers that want nothing of it vote before they are told of it.
+        # All others have voted while they were at the update: the server does this after it.
+        body = {"weight_version": str(info.version)}
+        try:
+            self.server.post("/finish_weight_update", body, CONTROL_S)
+        except ServerError:
+            update.result(limit)  # If that has failed, this is but what follows from it.
+            raise
+        update.result(limit)
         self._go_on(info.version, time.monotonic())
 
     def _go_on(self, version: int, finished_at: float) -> None:

@@ -111,7 +111,7 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         self._recorded = None
         if init_info.recorded:
-            self._recorded = RecordedLoad(self._give, self._parameters, layer_of=_layer_of)
+            self._recorded = RecordedLoad(self._give, self._main, layer_of=_layer_of)
         try:
             self._member = EngineMember(worker, self._load, self._recorded, self._lacking)
         except BaseException:
@@ -129,8 +129,8 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._copied = recording is not None and not recording.fallback
         self._all_by_layers = recording is None
         self._complete = None
-        vllm_layers.give_up(self.model)  # An update that failed would be loaded with this one.
         if not self._copied:
+            vllm_layers.give_up(self.model)  # An update that failed would be loaded with this one.
             aliases = aliases_of(self.model)
             initialize_layerwise_reload(self.model)
             if recording is None and self.model is self._main:
@@ -200,10 +200,6 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self._recorded is not None:
                 self._recorded.abandon()
             raise
-
-    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._main.named_parameters()
-        yield from self._main.named_buffers()
 
 
 def _layer_of(parameter: str) -> str:

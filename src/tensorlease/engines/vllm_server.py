@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import select
 import socket
 import threading
+import time
+import weakref
 from typing import Any, Final, Protocol
 from urllib.parse import urlencode, urlsplit
 
@@ -16,6 +19,8 @@ MOST_SHOWN: Final = 200
 """Characters of an answer that an error shows."""
 OTHERS: Final = ("/health", "/v1/")
 """What a server has without `VLLM_SERVER_DEV_MODE`, too."""
+IDLE_S: Final = 1.0
+"""For so long a connection may lie idle and be used again; vLLM closes it after 5 s."""
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 """Hosts that are this one."""
 
@@ -96,6 +101,10 @@ class VLLMServer:
         """`127.0.0.1:8000`: what it is called in its channel, however its URL is written."""
         self.host: Final = host
         self.port: Final = port or 80
+        self._lock = threading.Lock()
+        # A connection that has been answered on, if there is one, and when.
+        self._idle: list[tuple[http.client.HTTPConnection, float]] = []
+        weakref.finalize(self, _close, self._idle)
 
     def ails(self, timeout: float = 5.0) -> str:
         """Returns why it cannot be used; empty: it answers that it can."""
@@ -145,6 +154,27 @@ class VLLMServer:
         """Returns the answer's JSON; raises `ServerError` as `post` does."""
         return self._ask("GET", path, None, timeout)
 
+    def _take(self, timeout: float) -> http.client.HTTPConnection:
+        """Returns a connection that was used just now, if there is one, or a new one."""
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+        if idle is not None:
+            connection, since = idle
+            # One that the server has closed can be read.
+            if time.monotonic() - since < IDLE_S and not _can_be_read(connection.sock):
+                connection.sock.settimeout(timeout)
+                return connection
+            connection.close()
+        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+
+    def _put_back(self, connection: http.client.HTTPConnection, over: threading.Event) -> None:
+        """Keeps a connection for a moment, unless the server closes it, or another is kept."""
+        with self._lock:
+            if not self._idle and connection.sock is not None and not over.is_set():
+                self._idle.append((connection, time.monotonic()))
+                return
+        connection.close()
+
     def _get(self, path: str, name: str, timeout: float, least: int = 0) -> int:
         answer = self.get(path, timeout)
         value = answer.get(name) if isinstance(answer, dict) else None
@@ -153,7 +183,7 @@ class VLLMServer:
         return value
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        connection = self._take(timeout)
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": "application/json"} if content is not None else {}
         # The connection's own limit is for each of its steps.
@@ -163,7 +193,8 @@ class VLLMServer:
         limit.daemon = True
         limit.start()
         try:
-            connection.connect()
+            if connection.sock is None:
+                connection.connect()
             # The connection forgets it where the server is to close it.
             sockets.append(connection.sock)
             if over.is_set():
@@ -174,6 +205,7 @@ class VLLMServer:
             if over.is_set():  # It was cut off: perhaps not all of it.
                 raise TimeoutError
         except (OSError, http.client.HTTPException) as error:
+            connection.close()
             if isinstance(error, TimeoutError) or over.is_set():
                 said = f"has not answered in {timeout:g} s"
             else:
@@ -182,7 +214,7 @@ class VLLMServer:
             raise ServerError(f"{self.url}{path} {said}", absent=absent) from None
         finally:
             limit.cancel()
-            connection.close()
+        self._put_back(connection, over)
         if answer.status != http.HTTPStatus.OK:
             said = _message(text)
             if said.lstrip().startswith("<"):
@@ -208,6 +240,17 @@ def name_of(url: str) -> str:
     parts = urlsplit(url)
     host = "127.0.0.1" if parts.hostname in LOCAL else parts.hostname or ""
     return f"{f'[{host}]' if ':' in host else host}:{parts.port or 80}"
+
+
+def _close(idle: list[tuple[http.client.HTTPConnection, float]]) -> None:
+    for connection, _ in idle:
+        connection.close()
+
+
+def _can_be_read(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _cut(sockets: list[socket.socket], over: threading.Event) -> None:
