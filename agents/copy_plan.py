@@ -302,8 +302,7 @@ class CopyPlan:
             _check_unchanged(want)
         wants = list({id(step.want.placed.tensor): step.want for step, _ in chosen}.values())
         tensors = [want.placed.tensor for want in wants]
-        watched = [want for want in wants if want.is_watched]
-        lying = _Lying(tensors, watched)
+        lying = _Lying(wants)
         # Those of inference mode count no versions.
         counted = [tensor for tensor in tensors if not tensor.is_inference()]
         # By the ordinal of the GPU that copies; None: the processor does.
@@ -378,13 +377,14 @@ class _Lying:
     """Where and how the tensors that are written lie in memory.
 
     Args:
-        tensors: What is looked at.
-        watched: Those of them that belong to another tensor.
+        wants: What is written.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], watched: Sequence[Want]) -> None:
-        self._unmoved = Unmoved(tensors)
-        self._watched = watched
+    def __init__(self, wants: Sequence[Want]) -> None:
+        own = [want.placed.tensor for want in wants if want.placed.own]
+        self._unmoved = Unmoved([w.placed.tensor for w in wants if not w.placed.own], own)
+        # Those that belong to another tensor.
+        self._watched = [want for want in wants if want.is_watched]
         self._strayed = self._look_at_watched()
 
     def unchanged(self) -> bool:

@@ -44,6 +44,8 @@ class Placed(Struct, frozen=True):
     """The row of the local tensor at which the box begins."""
     distributed: DTensor | None = None
     """The DTensor whose local tensor it was when it was given."""
+    own: bool = False
+    """Whether nobody else has the tensor, a view that was made for this."""
 
     @property
     def nbytes(self) -> int:

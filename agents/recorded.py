@@ -466,4 +466,5 @@ def _placed(name: str, box: Box, tensor: torch.Tensor, shape: tuple[int, ...]) -
         view.is_contiguous(),
         view.device,
         box.region.length,
+        own=True,
     )

@@ -5,11 +5,16 @@ Asked in every round, of thousands of them: by `map`, which takes a third of a l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import chain
 from operator import attrgetter, eq, is_
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _ADDRESS: Final = torch.Tensor.data_ptr
 _COUNT: Final = torch.Tensor.numel
@@ -22,20 +27,34 @@ _SHAPE: Final = attrgetter("shape")
 _PARTS: Final = attrgetter("_modules", "_parameters", "_buffers")
 
 
+def _plainly(look: Callable[P, T]) -> Callable[P, T]:
+    """Has torch not ask subclasses of tensors, vLLM's parameters say: in Python, for each."""
+
+    @wraps(look)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch._C.DisableTorchFunctionSubclass():
+            return look(*args, **kwargs)
+
+    return plain
+
+
 class Unmoved:
     """Some tensors, with their places, strides, shapes and dtypes of now.
 
     Args:
         tensors: They; each has memory.
+        own: More of them, which nobody else has: only where their storages lie may change.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    @_plainly
+    def __init__(self, tensors: Sequence[torch.Tensor], own: Sequence[torch.Tensor] = ()) -> None:
         self._tensors = tensors
-        self._addresses = list(map(_ADDRESS, tensors))
+        self._all = [*tensors, *own]
+        self._addresses = list(map(_ADDRESS, self._all))
         self._counts = list(map(_COUNT, tensors))
         self._dtypes = list(map(_DTYPE, tensors))
         # A storage of a GPU goes to another address when its size changes.
-        self._storages_of = [tensor for tensor in tensors if tensor.device.type != "cuda"]
+        self._storages_of = [tensor for tensor in self._all if tensor.device.type != "cuda"]
         self._stored = self._look_at_storages()
         # Of what is contiguous these and the count are the shape, too.
         self._strides = list(map(_STRIDES, tensors))
@@ -43,11 +62,12 @@ class Unmoved:
         self._others = [tensor for tensor in tensors if not tensor.is_contiguous()]
         self._shapes = list(map(_SHAPE, self._others))
 
+    @_plainly
     def holds(self) -> bool:
         """Whether they lie there still, and so."""
         tensors = self._tensors
         return (
-            list(map(_ADDRESS, tensors)) == self._addresses
+            list(map(_ADDRESS, self._all)) == self._addresses
             and list(map(_COUNT, tensors)) == self._counts
             and list(map(_DTYPE, tensors)) == self._dtypes
             and self._look_at_storages() == self._stored
@@ -82,5 +102,5 @@ class UnmovedModel:
 
     def _look(self) -> list[object]:
         """Returns what each module of it has, by name."""
-        parts = [part for of in map(_PARTS, self._modules) for part in of]
-        return [each for part in parts for pair in part.items() for each in pair]
+        parts: list[dict[str, object]] = [*chain.from_iterable(map(_PARTS, self._modules))]
+        return [*chain.from_iterable(parts), *chain.from_iterable(map(dict.values, parts))]

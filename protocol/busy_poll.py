@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-LASTS_S: Final = 1e-3
+LASTS_S: Final = 20e-3
 """So long after a message the next one is looked for without sleeping."""
 CORES: Final = 8
 """From so many cores that a process may use, `auto` is `on`."""

@@ -54,7 +54,7 @@ def limits_of(loop: PollLoop) -> list[int]:
 def test_after_something_came_who_waits_does_not_sleep_for_a_moment(
     loop: PollLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([10.0, 10.0, 10.0, 10.0005, 10.0011])
+    clock = iter([10.0, 10.0, 10.0, 10.0 + LASTS_S / 2, 10.0 + 1.1 * LASTS_S])
     monkeypatch.setattr("tensorlease.agents.poll_loop.time.monotonic", lambda: next(clock))
     loop._driver = threading.get_ident()
     loop._stirred_at = 10.0

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tensorlease.agents import copy_plan
-from tensorlease.agents.copy_plan import CopyPlan, _Lying
+from tensorlease.agents.copy_plan import CopyPlan
 from tensorlease.agents.errors import AttachError, MappingError
 from tensorlease.agents.memory import MappedMemory
 from tensorlease.agents.pieces import RowBlocks
@@ -216,34 +216,3 @@ def test_a_tensor_that_was_a_view_may_itself_be_given_other_memory(
         assert part.eq(1).all()
         part.data = torch.zeros(4)
     mapped.close()
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_tensors_that_lie_where_they_lay_but_otherwise_are_noticed(turned: bool) -> None:
-    whole = torch.zeros(3, 3)
-    first, second = whole[:2, :3], whole[:3, :2]  # Of one count, and one stride on each axis.
-    assert (first.numel(), first.stride()) == (second.numel(), second.stride())
-    if turned:
-        first, second = second, first
-    tensor = torch.nn.Parameter(first, requires_grad=False)
-    lying = _Lying([tensor], [])
-    assert lying.unchanged()
-    tensor.data = second
-    assert not lying.unchanged()
-    tensor.data = first
-    assert lying.unchanged()
-
-
-def test_a_tensor_whose_storage_has_shrunk_under_it_is_noticed() -> None:
-    kept = []
-    for count in [512, 1024, 4096, 16384] * 25:
-        tensor = torch.zeros(count)
-        kept.append(tensor)  # So that the allocator does not always give the same.
-        lying = _Lying([tensor], [])
-        storage, address = tensor.untyped_storage(), tensor.data_ptr()
-        storage.resize_(0)
-        storage.resize_(2 * count)  # Bytes: half of what there was.
-        assert not lying.unchanged()
-        if tensor.data_ptr() == address:
-            return
-    pytest.skip("the allocator never gave the same memory again")

@@ -141,7 +141,11 @@ class FakeVLLM:
             return
         parts = urlsplit(request.path)
         length = int(request.headers.get("Content-Length", 0))
-        body = json.loads(request.rfile.read(length)) if length else {}
+        content = request.rfile.read(length)
+        if len(content) < length:
+            request.close_connection = True  # Who has begun to ask has changed their mind.
+            return
+        body = json.loads(content) if length else {}
         query = {key: ",".join(values) for key, values in parse_qs(parts.query).items()}
         if request.command == "POST":
             shown = request.path if parts.path in ("/sleep", "/wake_up") else parts.path

@@ -230,6 +230,7 @@ def test_a_seat_is_not_given_to_another_leader_while_it_is_in_a_round(
     (engine,) = server.engines
     try:
         assert gate.came.wait(10.0)
+        eventually(lambda: engine._member.worker.goes_on)
         with pytest.raises(UpdateError, match="a round goes on"):
             engine.init_transfer_engine(ours.vllm_engine.InitInfo("policy", "a", 2, url))
     finally:

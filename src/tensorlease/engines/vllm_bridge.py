@@ -26,7 +26,7 @@ from .member import UpdateError
 from .rarely import Rarely
 from .vllm_hold import Hold
 from .vllm_plugin import BACKEND
-from .vllm_server import ControlledServer, ServerError
+from .vllm_server import Ahead, ControlledServer, ServerError, VLLMServer
 
 LOOK_S: Final = 1.0
 """Between two looks whether the server is there."""
@@ -94,6 +94,8 @@ class VLLMBridge:
         self._said, self._waits = Rarely(), Rarely()
         # What becomes of the call of `/update_weights`, until the round is decided.
         self._update: Future[None] | None = None
+        # The request that ends it, but for its last byte.
+        self._finish: Ahead | None = None
         # The server has half of a version, or may have: it must not answer requests.
         self._half = False
         # Whether it had before the update at hand.
@@ -268,6 +270,10 @@ class VLLMBridge:
             target=self._send, args=(update, info.version), name="tensorlease-update", daemon=True
         )
         sending.start()
+        # Of a round of some tensors, workers that want none vote before they are at it.
+        if isinstance(self.server, VLLMServer) and not info.subset:
+            body = {"weight_version": str(info.version)}
+            self._finish = self.server.ahead("/finish_weight_update", body)
 
     def _begin(self) -> None:
         """Pauses the server and begins an update; undone if the round has failed meanwhile."""
@@ -354,18 +360,21 @@ class VLLMBridge:
 
     def _commit(self, info: RoundInfo) -> None:
         update, self._update = self._update, None
+        finish, self._finish = self._finish, None
         assert update is not None
         limit = self._update_s + MARGIN_S
-        if info.subset:
-            update.result(limit)  # Workers that want nothing of it vote before they are told of it.
-        # All others have voted while they were at the update: the server does this after it.
-        body = {"weight_version": str(info.version)}
-        try:
+        if finish is None:
+            update.result(limit)
+            body = {"weight_version": str(info.version)}
             self.server.post("/finish_weight_update", body, CONTROL_S)
-        except ServerError:
-            update.result(limit)  # If that has failed, this is but what follows from it.
-            raise
-        update.result(limit)
+        else:
+            # Its workers have voted while they were at the update: the server does this after it.
+            try:
+                finish.send(CONTROL_S)
+            except ServerError:
+                update.result(limit)  # If that has failed, this is but what follows from it.
+                raise
+            update.result(limit)
         self._go_on(info.version, time.monotonic())
 
     def _go_on(self, version: int, finished_at: float) -> None:
@@ -410,6 +419,9 @@ class VLLMBridge:
 
     def _settle(self) -> None:
         """Waits for the answer to an update whose round has failed; not when it is to end."""
+        if self._finish is not None:
+            self._finish.drop()
+            self._finish = None
         update, self._update = self._update, None
         deadline = time.monotonic() + self._update_s + MARGIN_S
         while update is not None and not self._ending.is_set() and time.monotonic() < deadline:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 from urllib.parse import urlencode, urlsplit
 
@@ -19,6 +20,8 @@ MOST_SHOWN: Final = 200
 """Characters of an answer that an error shows."""
 OTHERS: Final = ("/health", "/v1/")
 """What a server has without `VLLM_SERVER_DEV_MODE`, too."""
+CONNECT_S: Final = 1.0
+"""For what need not be there yet."""
 IDLE_S: Final = 1.0
 """For so long a connection may lie idle and be used again; vLLM closes it after 5 s."""
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
@@ -150,6 +153,10 @@ class VLLMServer:
             "POST", f"{path}?{urlencode(query, doseq=True)}" if query else path, body, timeout
         )
 
+    def ahead(self, path: str, body: dict[str, Any]) -> Ahead:
+        """Sends a request but for its last byte, so that the server has little left to do then."""
+        return Ahead(self, path, body)
+
     def get(self, path: str, timeout: float) -> Any:
         """Returns the answer's JSON; raises `ServerError` as `post` does."""
         return self._ask("GET", path, None, timeout)
@@ -186,6 +193,20 @@ class VLLMServer:
         connection = self._take(timeout)
         content = None if body is None else json.dumps(body)
         headers = {"Content-Type": "application/json"} if content is not None else {}
+
+        def ask() -> None:
+            connection.request(method, path, content, headers)
+
+        return self._answer(connection, path, ask, timeout)
+
+    def _answer(
+        self,
+        connection: http.client.HTTPConnection,
+        path: str,
+        ask: Callable[[], None],
+        timeout: float,
+    ) -> Any:
+        """Sends a request by `ask`, and returns the answer's JSON; raises as `post` does."""
         # The connection's own limit is for each of its steps.
         over = threading.Event()
         sockets: list[socket.socket] = []
@@ -199,7 +220,7 @@ class VLLMServer:
             sockets.append(connection.sock)
             if over.is_set():
                 raise TimeoutError
-            connection.request(method, path, content, headers)
+            ask()
             answer = connection.getresponse()
             text = answer.read().decode("utf-8", "replace")
             if over.is_set():  # It was cut off: perhaps not all of it.
@@ -231,6 +252,47 @@ class VLLMServer:
             return json.loads(text) if text else None
         except (ValueError, RecursionError):
             raise ServerError(f"{self.url}{path} answered no JSON: {text[:MOST_SHOWN]}") from None
+
+
+class Ahead:
+    """A request that the server has all but the last byte of.
+
+    Args:
+        server: The server.
+        path: The endpoint.
+        body: JSON that it is given.
+    """
+
+    def __init__(self, server: VLLMServer, path: str, body: dict[str, Any]) -> None:
+        self._server = server
+        self._path = path
+        self._body = body
+        content = json.dumps(body).encode()
+        self._last = content[-1:]
+        self._connection = http.client.HTTPConnection(server.host, server.port, timeout=CONNECT_S)
+        try:
+            self._connection.putrequest("POST", path)
+            self._connection.putheader("Content-Type", "application/json")
+            self._connection.putheader("Content-Length", str(len(content)))
+            self._connection.endheaders(content[:-1])
+        except (OSError, http.client.HTTPException):
+            self._connection.close()  # `send` says why.
+
+    def send(self, timeout: float) -> Any:
+        """Has the server do it; once. Returns, and raises, as `VLLMServer.post` does."""
+        connection = self._connection
+        if connection.sock is None or _can_be_read(connection.sock):
+            # It was closed, or refused, before it was asked for anything.
+            connection.close()
+            return self._server.post(self._path, self._body, timeout)
+        connection.sock.settimeout(timeout)
+        return self._server._answer(
+            connection, self._path, lambda: connection.send(self._last), timeout
+        )
+
+    def drop(self) -> None:
+        """The server is to do nothing."""
+        self._connection.close()
 
 
 def name_of(url: str) -> str:
