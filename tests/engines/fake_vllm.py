@@ -41,6 +41,12 @@ class Gate:
         self.go = threading.Event()
 
 
+def _wait_at(gates: dict[str, Gate], path: str) -> None:
+    if (gate := gates.pop(path, None)) is not None:
+        gate.came.set()
+        gate.go.wait(30.0)
+
+
 class FakeVLLM:
     """One server of `world_size` workers; it listens from `start` to `die`."""
 
@@ -60,6 +66,11 @@ class FakeVLLM:
         # Endpoints that answer as if they had done it.
         self.lies: set[str] = set()
         self._gates: dict[str, Gate] = {}
+        self._late: dict[str, Gate] = {}
+        # The endpoints that have answered.
+        self.answered: list[str] = []
+        # Addresses that it was asked from.
+        self.askers: list[tuple[str, int]] = []
         # What it says of how it was started; None: it is one that does not.
         self.info: dict[str, Any] | None = None
         # What an endpoint answers each time: status and text.
@@ -114,10 +125,16 @@ class FakeVLLM:
         gate = self._gates[path] = Gate()
         return gate
 
+    def hold_answer(self, path: str) -> Gate:
+        """Has an endpoint wait, once, when it has done what it is asked to."""
+        gate = self._late[path] = Gate()
+        return gate
+
     def let_go(self) -> None:
         """Has no endpoint wait any more."""
-        for path in list(self._gates):
-            self._gates.pop(path).go.set()
+        for gates in (self._gates, self._late):
+            for path in list(gates):
+                gates.pop(path).go.set()
 
     def die(self) -> None:
         """Answers nothing any more, and its workers leave as if they were gone. Idempotent."""
@@ -150,10 +167,9 @@ class FakeVLLM:
         if request.command == "POST":
             shown = request.path if parts.path in ("/sleep", "/wake_up") else parts.path
             self.calls.append(shown)
+            self.askers.append(request.client_address)
         try:
-            if (gate := self._gates.pop(parts.path, None)) is not None:
-                gate.came.set()
-                gate.go.wait(30.0)
+            _wait_at(self._gates, parts.path)
             if parts.path in self.always:
                 raise Refused(*self.always[parts.path])
             for path in (request.path, parts.path):
@@ -168,6 +184,8 @@ class FakeVLLM:
         except Exception as error:  # noqa: BLE001
             text = f"Worker failed with error '{error}', please check the stack trace"
             status, answer = 500, {"error": {"message": text, "type": "InternalServerError"}}
+        _wait_at(self._late, parts.path)
+        self.answered.append(parts.path)
         content = b"" if answer is None else json.dumps(answer).encode()
         if self._server is None:
             request.close_connection = True  # It has died meanwhile.

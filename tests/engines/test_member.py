@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from tensorlease.agents import RoundResult, TrainerAgent, WorkerAgent
+from tensorlease.agents.recorded import RecordedLoad
 from tensorlease.engines import member as module
 from tensorlease.engines.member import EngineMember, Given, Tensors, UpdateError
 from tensorlease.protocol.errors import ConfigError
@@ -113,6 +115,78 @@ def test_a_round_that_failed_before_its_version_was_received_is_not_seen_by_the_
         assert result.result(20.0).ok
     finally:
         engine.member.close()
+
+
+class Copying:
+    """An engine whose loads are recorded, and repeated from the second version on."""
+
+    def __init__(self, worker: WorkerAgent) -> None:
+        self.w = torch.zeros(3)
+        self.recorded = RecordedLoad(self._load, lambda: {"w": self.w})
+        self.member = EngineMember(worker, self.recorded.load, self.recorded)
+
+    def begin(self) -> None:
+        """An update begins, as the backend has it begin."""
+        recording = self.recorded.begin()
+        self.member.begin(copied=recording is not None)
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in tensors:
+            self.w.copy_(tensor)
+
+
+@pytest.fixture
+def copying(
+    trainer: TrainerAgent, url: str, pool: ThreadPoolExecutor
+) -> Iterator[tuple[Copying, torch.Tensor]]:
+    """One that has version 1, and what its trainer has registered."""
+    made = Copying(WorkerAgent("policy", replica="engine", endpoint=url))
+    values = torch.ones(3)
+    trainer.unregister(timeout=20.0)
+    trainer.register({"w": values})
+    trainer.wait_ready()
+    made.begin()
+    result = pool.submit(publishing(trainer))
+    made.member.receive(1, 20.0)
+    made.recorded.finish()
+    assert result.result(20.0).ok
+    yield made, values
+    made.member.close()
+
+
+def test_what_was_copied_is_voted_for_when_the_engine_is_told_which_version_it_is(
+    trainer: TrainerAgent, copying: tuple[Copying, torch.Tensor], pool: ThreadPoolExecutor
+) -> None:
+    engine, values = copying
+    values.fill_(2.0)
+    engine.begin()
+    result = pool.submit(publishing(trainer, 2))
+    eventually(lambda: engine.w.eq(2.0).all().item())
+    assert not futures.wait([result], 0.2).done
+    assert engine.member.worker.version != 2
+    engine.member.receive(2, 20.0)
+    assert result.result(20.0).ok
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_was_copied_and_the_engine_is_not_told_of_is_no_version_and_the_next_one_is(
+    trainer: TrainerAgent, copying: tuple[Copying, torch.Tensor], pool: ThreadPoolExecutor
+) -> None:
+    engine, values = copying
+    values.fill_(2.0)
+    engine.begin()
+    failed = trainer.publish(2, timeout=20.0)
+    assert "the engine was not told in 0.3 s which version it has got" in failed.reason
+    assert "torn" not in failed.reason
+    with pytest.raises(UpdateError, match="version 2 did not come|has not begun"):
+        engine.member.receive(2, 20.0)
+    values.fill_(3.0)
+    trainer.wait_ready()
+    engine.begin()
+    result = pool.submit(publishing(trainer, 3))
+    engine.member.receive(3, 20.0)
+    assert result.result(20.0).ok
+    assert engine.w.tolist() == [3.0] * 3
 
 
 @pytest.mark.usefixtures("soon")

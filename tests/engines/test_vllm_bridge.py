@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 import torch
 
-from tensorlease.agents import TrainerAgent
+from tensorlease.agents import RoundResult, TrainerAgent
 from tensorlease.agents.loading import UNTOUCHED
 from tensorlease.engines import vllm_bridge
 from tensorlease.engines.vllm_bridge import VLLMBridge
@@ -49,6 +49,47 @@ def test_a_server_is_paused_updated_and_goes_on_with_the_rounds_version(
         assert set(result.receivers) == {"a/0", "a/1", "a/2"}
         assert [call for call in server.calls if "/init" not in call] == UPDATE
         assert at(server, version)
+
+
+def test_the_end_of_an_update_is_asked_for_before_its_answer_has_come(
+    source: Source, led: Led
+) -> None:
+    server = led("a", world_size=2)
+    assert source.publish(1).ok
+    gate = server.hold_answer("/update_weights")
+    results: list[RoundResult] = []
+    publishing = threading.Thread(target=lambda: results.append(source.publish(2)))
+    publishing.start()
+    assert gate.came.wait(20.0)
+    eventually(lambda: server.answered.count("/finish_weight_update") == 2)
+    assert not results
+    gate.go.set()
+    publishing.join()
+    assert results[0].ok
+    assert at(server, 2)
+
+
+def test_in_a_round_of_some_tensors_it_is_asked_for_once_the_update_is_answered(
+    source: Source, led: Led
+) -> None:
+    server = led("a")
+    assert source.publish(1).ok
+    gate = server.hold_answer("/update_weights")
+    results: list[RoundResult] = []
+
+    def publish() -> None:
+        source.write(2)
+        results.append(source.trainer.publish(2, subset=["w"], timeout=20.0))
+
+    publishing = threading.Thread(target=publish)
+    publishing.start()
+    assert gate.came.wait(20.0)
+    eventually(lambda: server.members[0].worker.version == 2)
+    assert server.calls.count("/finish_weight_update") == 1
+    gate.go.set()
+    publishing.join()
+    assert results[0].ok
+    assert at(server, 2)
 
 
 def test_requests_under_way_do_not_keep_what_was_worked_out_with_old_weights(

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from tensorlease import cli
+from tensorlease.engines import vllm_server
 from tensorlease.engines.vllm_server import ServerError, VLLMServer
 from tensorlease.protocol.errors import ConfigError
 
@@ -54,6 +55,78 @@ def test_who_does_not_answer_is_named_with_the_limit(fake: FakeVLLM) -> None:
     with pytest.raises(ServerError, match=f"{fake.url}/resume cannot be reached"):
         VLLMServer(fake.url).post("/resume", None, 10.0)
     assert VLLMServer(fake.url).ails().startswith(f"{fake.url} does not answer: /health cannot be")
+
+
+def test_a_connection_is_used_again_for_a_moment(
+    fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = VLLMServer(fake.url)
+    for _ in range(3):
+        server.post("/resume", None, 10.0)
+    assert len(set(fake.askers)) == 1
+    monkeypatch.setattr(vllm_server, "IDLE_S", 0.0)
+    server.post("/resume", None, 10.0)
+    assert len(set(fake.askers)) == 2
+
+
+def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnull"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(10.0)
+        closed = threading.Semaphore(0)
+
+        def say() -> None:
+            for _ in range(2):
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(answer)
+                closed.release()
+
+        saying = threading.Thread(target=say)
+        saying.start()
+        server = VLLMServer(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        for _ in range(2):
+            assert server.post("/resume", None, 10.0) is None
+            assert closed.acquire(timeout=10.0)
+        saying.join()
+
+
+def test_a_server_does_what_it_was_asked_for_ahead_when_the_end_is_sent(fake: FakeVLLM) -> None:
+    server = VLLMServer(fake.url)
+    version = {"weight_version": "7"}
+    server.post("/start_weight_update", None, 10.0)
+    ahead = server.ahead("/finish_weight_update", version)
+    server.ahead("/finish_weight_update", version).drop()
+    assert not server.ails()  # By now it has seen both.
+    assert fake.calls == ["/start_weight_update"]
+    assert ahead.send(10.0) == {"message": "Weight update finished"}
+    assert fake.label == "7"
+    again = server.ahead("/finish_weight_update", version)
+    with pytest.raises(ServerError, match="/finish_weight_update answered 500: .* without") as said:
+        again.send(10.0)
+    assert said.value.refused
+
+
+def test_what_was_asked_for_ahead_of_a_server_that_has_gone_is_asked_of_the_next_one() -> None:
+    fake = FakeVLLM()
+    fake.start()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            server = VLLMServer(f"http://127.0.0.1:{listening.getsockname()[1]}")
+            ahead = server.ahead("/pause", {})
+            connection, _ = listening.accept()
+            connection.close()
+        fake.die()
+        fake.port = server.port
+        fake.start()
+        assert ahead.send(10.0) == {"status": "paused"}
+        assert fake.calls == ["/pause"]
+    finally:
+        fake.die()
+    with pytest.raises(ServerError, match="/pause cannot be reached") as said:
+        VLLMServer(server.url).ahead("/pause", {}).send(10.0)
+    assert said.value.absent
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda", "0", "GPU-1,GPU-1"])
