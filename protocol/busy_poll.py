@@ -9,10 +9,13 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-LASTS_S: Final = 20e-3
+LASTS_S: Final = 1e-3
 """So long after a message the next one is looked for without sleeping."""
 CORES: Final = 8
 """From so many cores that a process may use, `auto` is `on`."""
+LONG_S: Final = 20e-3
+"""So long it is with `MANY_CORES`: a round of 16 GB takes 10 ms, and who has slept wakes late."""
+MANY_CORES: Final = 16
 CPU_LIMIT: Final = "/sys/fs/cgroup/cpu.max"
 """Where a container's limit stands, in the second version of control groups."""
 
@@ -33,10 +36,10 @@ def lasts_s(choice: BusyPoll, cores: int, cpu_limit: str) -> float:
         cores: On how many cores this process may run.
         cpu_limit: What `CPU_LIMIT` says: microseconds of processor time in so many; empty: nothing.
     """
-    if choice is BusyPoll.AUTO:
-        enough = cores >= CORES and _cores_of(cpu_limit) >= CORES
-        choice = BusyPoll.ON if enough else BusyPoll.OFF
-    return LASTS_S if choice is BusyPoll.ON else 0.0
+    usable = min(cores, _cores_of(cpu_limit))
+    if choice is BusyPoll.OFF or (choice is BusyPoll.AUTO and usable < CORES):
+        return 0.0
+    return LASTS_S if usable < MANY_CORES else LONG_S
 
 
 def _cores_of(cpu_limit: str) -> float:

@@ -12,7 +12,7 @@ import pytest
 from tensorlease.agents import TrainerAgent, WorkerAgent
 from tensorlease.agents.poll_loop import BUSY_POLL, PollLoop
 from tensorlease.broker.config import BrokerConfig
-from tensorlease.protocol.busy_poll import CORES, LASTS_S, BusyPoll, lasts_s
+from tensorlease.protocol.busy_poll import CORES, LASTS_S, LONG_S, MANY_CORES, BusyPoll, lasts_s
 from tensorlease.protocol.errors import ConfigError
 
 from ..broker.raw_agents import Threaded
@@ -132,20 +132,21 @@ def test_rounds_are_the_same_either_way(
 @pytest.mark.parametrize(
     ("choice", "cores", "limit", "lasts"),
     [
-        (BusyPoll.AUTO, CORES, "", True),
-        (BusyPoll.AUTO, CORES - 1, "", False),
-        (BusyPoll.AUTO, 64, "max 100000\n", True),
-        (BusyPoll.AUTO, 64, "800000 100000\n", True),
-        (BusyPoll.AUTO, 64, "750000 100000\n", False),
-        (BusyPoll.AUTO, 64, "what is this", True),
-        (BusyPoll.ON, 1, "100000 100000\n", True),
-        (BusyPoll.OFF, 64, "", False),
+        (BusyPoll.AUTO, CORES, "", LASTS_S),
+        (BusyPoll.AUTO, CORES - 1, "", 0.0),
+        (BusyPoll.AUTO, MANY_CORES, "max 100000\n", LONG_S),
+        (BusyPoll.AUTO, MANY_CORES - 1, "max 100000\n", LASTS_S),
+        (BusyPoll.AUTO, 64, "800000 100000\n", LASTS_S),
+        (BusyPoll.AUTO, 64, "750000 100000\n", 0.0),
+        (BusyPoll.AUTO, 64, "what is this", LONG_S),
+        (BusyPoll.ON, 1, "100000 100000\n", LASTS_S),
+        (BusyPoll.OFF, 64, "", 0.0),
     ],
 )
-def test_with_few_cores_it_is_off_unless_it_is_asked_for(
-    choice: BusyPoll, cores: int, limit: str, lasts: bool
+def test_with_few_cores_it_is_off_unless_it_is_asked_for_and_with_many_it_lasts_longer(
+    choice: BusyPoll, cores: int, limit: str, lasts: float
 ) -> None:
-    assert lasts_s(choice, cores, limit) == (LASTS_S if lasts else 0.0)
+    assert lasts_s(choice, cores, limit) == lasts
 
 
 def test_a_word_that_there_is_not_is_named_and_the_agent_can_begin_again(
