@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,8 @@ import torch
 LIMIT_S = 120.0
 """How long anything may take."""
 LOOK_S = 0.02
+LEAVE_S = 3.0
+"""After the program's end its processes may take so long to end by themselves."""
 SUM_ELEMENTS = 2**24
 """Of a tensor on a GPU, summed up at once."""
 
@@ -183,6 +186,7 @@ def _live(
     args: tuple,
 ) -> None:
     os.environ.update(environ)
+    threading.Thread(target=_end_with_program, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the program, which ends us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -193,6 +197,15 @@ def _live(
         with contextlib.suppress(OSError):
             link.send(("raised", traceback.format_exc()))
         sys.exit(1)
+
+
+def _end_with_program() -> None:
+    """Ends this process when the program has ended, whatever it waits for: others' collectives, say."""
+    program = mp.parent_process()
+    assert program is not None
+    program.join()
+    time.sleep(LEAVE_S)
+    os._exit(1)
 
 
 class Told:

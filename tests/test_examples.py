@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import runpy
+import select
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -39,3 +43,36 @@ def test_two_programs_hand_five_versions_over_a_broker(
     assert re.findall(r"^version (\d)  committed  3.8 MiB", trained, re.MULTILINE) == list("12345")
     assert served.splitlines() == [f"version {n}: the mean is {n}.0" for n in range(1, 6)]
     assert list(tmp_path.iterdir()) == []
+
+
+HANGS = """
+import os, sys, time
+sys.path.insert(0, {examples!r})
+import processes
+
+def hang(told):
+    told.say(os.getpid())
+    time.sleep(600)  # As in a collective for which others never come.
+
+if __name__ == "__main__":
+    with processes.children() as start:
+        print(start("hangs", hang).hear(), flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.program
+def test_a_process_that_waits_for_others_ends_though_its_program_was_killed(tmp_path: Path) -> None:
+    file = tmp_path / "hangs.py"
+    file.write_text(HANGS.format(examples=str(EXAMPLES)), encoding="ascii")
+    program = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert program.stdout is not None
+        pidfd = os.pidfd_open(int(program.stdout.readline()))
+    finally:
+        program.kill()
+        program.communicate()
+    try:
+        assert select.select([pidfd], [], [], 20.0)[0]
+    finally:
+        os.close(pidfd)
