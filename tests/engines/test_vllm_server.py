@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from tensorlease.engines import vllm_server
 from tensorlease.engines.vllm_server import ServerError, VLLMServer
 from tensorlease.protocol.errors import ConfigError
 
+from ..broker.raw_agents import eventually
 from .fake_vllm import FakeVLLM
 
 
@@ -153,6 +155,19 @@ def test_a_server_does_what_it_was_asked_for_ahead_when_the_end_is_sent(fake: Fa
     with pytest.raises(ServerError, match="/finish_weight_update answered 500: .* without") as said:
         again.send(10.0)
     assert said.value.refused
+
+
+def test_what_is_dropped_is_so_though_a_process_that_was_forked_has_the_connection_too(
+    fake: FakeVLLM,
+) -> None:
+    ahead = VLLMServer(fake.url).ahead("/pause", {})
+    forked = os.dup(ahead._connection.sock.fileno())
+    try:
+        ahead.drop()
+        eventually(lambda: fake.dropped == ["/pause"])
+    finally:
+        os.close(forked)
+    assert not fake.calls
 
 
 def test_what_was_asked_for_ahead_of_a_server_that_has_gone_is_asked_of_the_next_one() -> None:

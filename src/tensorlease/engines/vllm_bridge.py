@@ -246,6 +246,8 @@ class VLLMBridge:
             finally:
                 with self._lock:
                     self._worker = None
+                # A server that is to end waits until what it has half of was asked for, or dropped.
+                self._drop_finish()
 
     def _look(self) -> None:
         """Has the replica leave the channel when the server does not answer any more."""
@@ -419,9 +421,7 @@ class VLLMBridge:
 
     def _settle(self) -> None:
         """Waits for the answer to an update whose round has failed; not when it is to end."""
-        if self._finish is not None:
-            self._finish.drop()
-            self._finish = None
+        self._drop_finish()
         update, self._update = self._update, None
         deadline = time.monotonic() + self._update_s + MARGIN_S
         while update is not None and not self._ending.is_set() and time.monotonic() < deadline:
@@ -432,6 +432,11 @@ class VLLMBridge:
             except ServerError:
                 pass  # The round says why.
             return
+
+    def _drop_finish(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish.drop()
 
 
 def _succeeded(answer: object) -> bool:

@@ -317,6 +317,10 @@ class Ahead:
 
     def drop(self) -> None:
         """The server is to do nothing."""
+        if self._connection.sock is not None:
+            # A process that was forked meanwhile has it open, too.
+            with contextlib.suppress(OSError):
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
