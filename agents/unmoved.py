@@ -56,10 +56,11 @@ class Unmoved:
         # A storage of a GPU goes to another address when its size changes.
         self._storages_of = [tensor for tensor in self._all if tensor.device.type != "cuda"]
         self._stored = self._look_at_storages()
-        # Of what is contiguous these and the count are the shape, too.
+        # Of what is contiguous these and the count are the shape, too, but where an axis is of
+        # length 1: a column that is turned to a row has the same strides, (1, 1).
         self._strides = list(map(_STRIDES, tensors))
         self._contiguous = [tensor for tensor in tensors if tensor.is_contiguous()]
-        self._others = [tensor for tensor in tensors if not tensor.is_contiguous()]
+        self._others = [t for t in tensors if not t.is_contiguous() or 1 in t.shape]
         self._shapes = list(map(_SHAPE, self._others))
 
     @_plainly

@@ -29,6 +29,15 @@ def test_tensors_that_lie_where_they_lay_but_otherwise_are_noticed(turned: bool)
     assert lying.holds()
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (2, 1, 4)])
+def test_a_column_that_is_turned_to_a_row_is_noticed(shape: tuple[int, ...]) -> None:
+    tensor = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+    lying, stride = Unmoved([tensor]), tensor.stride()
+    tensor.data = tensor.data.transpose(0, 1)
+    assert tensor.is_contiguous() and tensor.stride() == stride
+    assert not lying.holds()
+
+
 def test_a_tensor_whose_storage_has_shrunk_under_it_is_noticed() -> None:
     kept = []
     for count in [512, 1024, 4096, 16384] * 25:

@@ -69,6 +69,8 @@ class FakeVLLM:
         self._late: dict[str, Gate] = {}
         # The endpoints that have answered.
         self.answered: list[str] = []
+        # Those that were asked for but for the end, by who has changed their mind.
+        self.dropped: list[str] = []
         # Addresses that it was asked from.
         self.askers: list[tuple[str, int]] = []
         # What it says of how it was started; None: it is one that does not.
@@ -160,7 +162,8 @@ class FakeVLLM:
         length = int(request.headers.get("Content-Length", 0))
         content = request.rfile.read(length)
         if len(content) < length:
-            request.close_connection = True  # Who has begun to ask has changed their mind.
+            request.close_connection = True
+            self.dropped.append(parts.path)
             return
         body = json.loads(content) if length else {}
         query = {key: ",".join(values) for key, values in parse_qs(parts.query).items()}

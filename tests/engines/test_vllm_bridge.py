@@ -92,6 +92,19 @@ def test_in_a_round_of_some_tensors_it_is_asked_for_once_the_update_is_answered(
     assert at(server, 2)
 
 
+def test_who_leaves_since_an_update_failed_leaves_nothing_that_is_half_asked_for(
+    source: Source, led: Led
+) -> None:
+    server = led("a")
+    assert source.publish(1).ok
+    server.fails["/update_weights"] = "engine core died"
+    assert not source.publish(2).ok
+    # A server that is told to end waits for what it has begun to read.
+    eventually(lambda: server.dropped == ["/finish_weight_update"])
+    assert source.publish(3).ok
+    assert at(server, 3)
+
+
 def test_requests_under_way_do_not_keep_what_was_worked_out_with_old_weights(
     source: Source, led: Led
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from tensorlease.engines import vllm_server
 from tensorlease.engines.vllm_server import ServerError, VLLMServer
 from tensorlease.protocol.errors import ConfigError
 
+from ..broker.raw_agents import eventually
 from .fake_vllm import FakeVLLM
 
 
@@ -92,6 +94,53 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
         saying.join()
 
 
+@contextmanager
+def closing(*counts: int) -> Iterator[VLLMServer]:
+    """A server that closes its n-th connection when it is asked once more than so many times."""
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnull"
+
+    def say(listening: socket.socket) -> None:
+        for count in counts:
+            connection, _ = listening.accept()
+            with connection:
+                for _ in range(count):
+                    connection.recv(4096)
+                    connection.sendall(answer)
+                connection.settimeout(1.0)
+                with suppress(TimeoutError):
+                    connection.recv(4096)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(10.0)
+        saying = threading.Thread(target=say, args=(listening,))
+        saying.start()
+        yield VLLMServer(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        saying.join()
+
+
+def test_what_a_connection_that_is_closed_when_it_is_used_again_was_to_ask_is_asked_anew() -> None:
+    with closing(1, 0, 1) as server:
+        assert server.post("/resume", None, 10.0) is None
+        with pytest.raises(ServerError, match="/resume cannot be reached"):
+            server.post("/resume", None, 10.0)  # Once, and no more.
+        assert server.post("/resume", None, 10.0) is None
+    with closing(1, 1) as server:
+        for _ in range(2):
+            assert server.post("/resume", None, 10.0) is None
+
+
+def test_who_closes_a_new_connection_or_an_old_one_later_was_asked_for_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(0) as server, pytest.raises(ServerError, match="/resume cannot be reached"):
+        server.post("/resume", None, 10.0)
+    monkeypatch.setattr(vllm_server, "AT_ONCE_S", 0.0)
+    with closing(1) as server:
+        assert server.post("/resume", None, 10.0) is None
+        with pytest.raises(ServerError, match="/resume cannot be reached"):
+            server.post("/resume", None, 10.0)
+
+
 def test_a_server_does_what_it_was_asked_for_ahead_when_the_end_is_sent(fake: FakeVLLM) -> None:
     server = VLLMServer(fake.url)
     version = {"weight_version": "7"}
@@ -106,6 +155,19 @@ def test_a_server_does_what_it_was_asked_for_ahead_when_the_end_is_sent(fake: Fa
     with pytest.raises(ServerError, match="/finish_weight_update answered 500: .* without") as said:
         again.send(10.0)
     assert said.value.refused
+
+
+def test_what_is_dropped_is_so_though_a_process_that_was_forked_has_the_connection_too(
+    fake: FakeVLLM,
+) -> None:
+    ahead = VLLMServer(fake.url).ahead("/pause", {})
+    forked = os.dup(ahead._connection.sock.fileno())
+    try:
+        ahead.drop()
+        eventually(lambda: fake.dropped == ["/pause"])
+    finally:
+        os.close(forked)
+    assert not fake.calls
 
 
 def test_what_was_asked_for_ahead_of_a_server_that_has_gone_is_asked_of_the_next_one() -> None:

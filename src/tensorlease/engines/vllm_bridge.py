@@ -247,6 +247,8 @@ class VLLMBridge:
                 self._drop_finish()
                 with self._lock:
                     self._worker = None
+                # A server that is to end waits until what it has half of was asked for, or dropped.
+                self._drop_finish()
 
     def _look(self) -> None:
         """Has the replica leave the channel when the server does not answer any more."""

@@ -24,6 +24,10 @@ CONNECT_S: Final = 1.0
 """For what need not be there yet."""
 IDLE_S: Final = 1.0
 """For so long a connection may lie idle and be used again; vLLM closes it after 5 s."""
+AT_ONCE_S: Final = 0.5
+"""Who closes a connection in that time after a request has not begun with what takes long."""
+CLOSED: Final = (ConnectionResetError, BrokenPipeError, http.client.RemoteDisconnected)
+"""What that looks like."""
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 """Hosts that are this one."""
 
@@ -34,16 +38,24 @@ class ServerError(TensorleaseError):
     Attributes:
         refused: It has said no. Else it may have done, or still do, what it was asked to.
         absent: Nothing listens at its address.
+        closed: It has closed the connection at once, and has said nothing.
         answer: All that it has said, of which the message shows the beginning.
     """
 
     def __init__(
-        self, text: str, *, refused: bool = False, absent: bool = False, answer: str = ""
+        self,
+        text: str,
+        *,
+        refused: bool = False,
+        absent: bool = False,
+        closed: bool = False,
+        answer: str = "",
     ) -> None:
         super().__init__(text)
         self.answer = answer
         self.refused = refused
         self.absent = absent
+        self.closed = closed
 
 
 class ControlledServer(Protocol):
@@ -172,6 +184,9 @@ class VLLMServer:
                 connection.sock.settimeout(timeout)
                 return connection
             connection.close()
+        return self._new(timeout)
+
+    def _new(self, timeout: float) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
 
     def _put_back(self, connection: http.client.HTTPConnection, over: threading.Event) -> None:
@@ -197,6 +212,14 @@ class VLLMServer:
         def ask() -> None:
             connection.request(method, path, content, headers)
 
+        kept = connection.sock is not None
+        try:
+            return self._answer(connection, path, ask, timeout)
+        except ServerError as error:
+            # A server may close what lies idle just when it is used again: it was asked for nothing.
+            if not (kept and error.closed):
+                raise
+        connection = self._new(timeout)
         return self._answer(connection, path, ask, timeout)
 
     def _answer(
@@ -210,6 +233,7 @@ class VLLMServer:
         # The connection's own limit is for each of its steps.
         over = threading.Event()
         sockets: list[socket.socket] = []
+        began = time.monotonic()
         limit = threading.Timer(timeout, _cut, (sockets, over))
         limit.daemon = True
         limit.start()
@@ -232,7 +256,8 @@ class VLLMServer:
             else:
                 said = f"cannot be reached ({str(error) or type(error).__name__})"
             absent = isinstance(error, ConnectionRefusedError)
-            raise ServerError(f"{self.url}{path} {said}", absent=absent) from None
+            closed = isinstance(error, CLOSED) and time.monotonic() - began < AT_ONCE_S
+            raise ServerError(f"{self.url}{path} {said}", absent=absent, closed=closed) from None
         finally:
             limit.cancel()
         self._put_back(connection, over)
@@ -292,6 +317,10 @@ class Ahead:
 
     def drop(self) -> None:
         """The server is to do nothing."""
+        if self._connection.sock is not None:
+            # A process that was forked meanwhile has it open, too.
+            with contextlib.suppress(OSError):
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
