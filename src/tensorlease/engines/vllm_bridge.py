@@ -244,7 +244,6 @@ class VLLMBridge:
             except ClosedError:
                 pass  # The server has gone.
             finally:
-                self._drop_finish()
                 with self._lock:
                     self._worker = None
                 # A server that is to end waits until what it has half of was asked for, or dropped.
