@@ -63,6 +63,10 @@ class ViewsKeptError(TensorleaseError):
         self.tensors = tuple(tensors)
 
 
+class LoadError(TensorleaseError):
+    """An engine's `load_weights` has not loaded what it was given; says at which tensor, and why."""
+
+
 class CoverageError(TensorleaseError):
     """Tensors that a worker wants are not offered, or not in full.
 

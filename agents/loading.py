@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from typing import Final, NamedTuple
 
 from msgspec import Struct
@@ -88,6 +89,8 @@ class Loading:
         if recording is not None:
             try:
                 self._check_offers(recording, planned)
+            except _SizeError:
+                raise
             except MismatchError:
                 if self._begins:
                     recording = self._load.begin(whole=not subset)
@@ -165,6 +168,8 @@ class Loading:
                 if why := _misfit(recording, entry):
                     if why == NEW and sent and not self._load.by_layers:
                         continue
+                    if why != NEW and self._begins:
+                        _require_size(recording, entry)
                     self.discard(f"{entry.name} {why}")
                     way_out = "publish again" if begun or recording.fallback else UNTOUCHED
                     raise MismatchError(
@@ -176,6 +181,21 @@ class Loading:
     def discard(self, why: str) -> None:
         """The next round is recorded anew."""
         self._load.discard(why)
+
+
+class _SizeError(MismatchError):
+    """A tensor has more or less elements than the same parameters were loaded with."""
+
+
+def _require_size(recording: Recording, entry: TensorEntry) -> None:
+    """Raises `_SizeError`: a loader might take it all the same, and leave a part as it was."""
+    known = recording.sources[entry.name]
+    if known.numel() != prod(entry.shape):
+        raise _SizeError(
+            entry.name,
+            f"is of shape {entry.shape} now, and was of {tuple(known.shape)} when it was loaded into the"
+            " parameters that there are still: publish what fits them, or give the model others before",
+        )
 
 
 def _misfit(recording: Recording, entry: TensorEntry) -> str:

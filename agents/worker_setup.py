@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 
 from ..protocol.errors import ConfigError
 from .agent import Agent
-from .callback_sink import CallbackSink, Lacks, S
+from .callback_sink import CallbackSink, Lacks, S, StageCallback
+from .given import checked
 from .hooks import A, R, require_callable
 from .intake import Intake
 from .loading import Loading
@@ -172,7 +173,13 @@ class WorkerSetup(Agent[WorkerCore]):
         self._join(lambda: self._intake.give_to(sink), lambda: self._intake.give_to(None))
         return callback
 
-    def attach_loader(self, load_weights: LoadWeights, parameters: WrittenTo) -> RecordedLoad:
+    def attach_loader(
+        self,
+        load_weights: LoadWeights,
+        parameters: WrittenTo,
+        *,
+        lacks: Lacks | None = None,
+    ) -> RecordedLoad:
         """Has versions loaded by an engine's own loader, recorded once, and joins the channel.
 
             worker.attach_loader(model.load_weights, model)
@@ -184,9 +191,10 @@ class WorkerSetup(Agent[WorkerCore]):
         replaced, or other tensors come, the round is loaded as a whole, and noted anew.
 
         Args:
-            load_weights: Called with an iterator of names and tensors; keeps none of them.
+            load_weights: Called with an iterator of names and tensors: takes all, keeps none.
             parameters: The model that it writes to; or returns names and tensors of all that it
                 writes to, as they are now. What it changes elsewhere is left to it, too.
+            lacks: See `on_stage`: for what a first version may lack, which nobody else knows.
 
         Raises:
             ConfigError, NoBrokerError, RefusedError: As for `on_stage`; something is attached.
@@ -195,11 +203,17 @@ class WorkerSetup(Agent[WorkerCore]):
         if self._intake.sink is not None or self._intake.attached is not None:
             raise ConfigError(f"{self!r} has tensors or a callback already: a loader has them all")
         require_callable("load_weights", load_weights, "weights")
+        if not callable(parameters):
+            raise ConfigError(
+                f"attach_loader: parameters is a {type(parameters).__name__}: give the model, or what"
+                " returns names and tensors when it is called, `lambda: parameters` say"
+            )
         require_callable("parameters", parameters)
-        load = RecordedLoad(load_weights, parameters)
+        load = RecordedLoad(checked(load_weights), parameters)
         hooks = self._performer.hooks
         finish, abandon = lambda _: load.finish(), lambda *_: load.abandon()
-        self._load_by(Loading(load, lambda _, tensors: load.load(tensors), begins=True))
+        callback: StageCallback = lambda _, tensors: load.load(tensors)
+        self._load_by(Loading(load, callback, begins=True, lacks=lacks or (lambda _: ())))
         hooks.commit.insert(0, finish)  # Before what others do with the weights.
         hooks.abort.insert(0, abandon)
         return load

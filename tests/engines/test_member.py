@@ -13,7 +13,7 @@ import torch
 from tensorlease.agents import RoundResult, TrainerAgent, WorkerAgent
 from tensorlease.agents.recorded import RecordedLoad
 from tensorlease.engines import member as module
-from tensorlease.engines.member import EngineMember, Given, Tensors, UpdateError
+from tensorlease.engines.member import EngineMember, Tensors, UpdateError
 from tensorlease.protocol.errors import ConfigError
 from tensorlease.protocol.records import Outcome
 
@@ -316,29 +316,6 @@ def test_the_end_of_a_round_that_was_given_up_does_not_end_the_next(
         assert engine.loaded["w"].tolist() == [2.0] * 3
     finally:
         engine.member.close()
-
-
-def test_a_loader_that_fails_is_said_to_have_failed_at_the_tensor_that_it_had_at_hand() -> None:
-    tensors = [(name, torch.zeros(2, 3)) for name in "abc"]
-
-    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        kept = dict(weights)
-        for part in (kept.pop("a"), kept.pop("b").narrow(0, 0, 1)):
-            part.view(6)  # The second has 3.
-
-    given = Given(tensors)
-    with pytest.raises(RuntimeError) as caught:
-        load(given)
-    error = str(given.error(caught.value))
-    assert error.startswith(
-        "the engine's load_weights failed at b (float32 of (2, 3)): RuntimeError: "
-    )
-
-    given = Given(tensors[:1])
-    assert [name for name, _ in given] == ["a"]
-    assert "at a tensor before or at a (float32 of (2, 3)): ValueError" in str(
-        given.error(ValueError())
-    )
 
 
 def test_a_round_that_follows_at_once_waits_until_the_engine_has_left_the_one_before(

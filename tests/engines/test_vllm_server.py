@@ -246,11 +246,20 @@ def test_an_answer_that_is_no_sense_is_an_error_of_the_server() -> None:
         server.world_size()
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "https://there", "http://there/v1"])
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("", "must be like http://127"),
+        ("127.0.0.1:8000", "must be like http://127"),
+        ("https://there", "must be like http://127"),
+        ("http://there:1/v1", "give its address alone, http://there:1"),
+        ("http://there?x=1", "give its address alone, http://there"),
+    ],
+)
 def test_what_is_no_address_of_a_server_is_refused(
-    url: str, capsys: pytest.CaptureFixture[str]
+    url: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match="must be like http://127"):
+    with pytest.raises(ConfigError, match=said):
         VLLMServer(url)
     assert cli.main(["bridge", "vllm", f"--url={url}"]) == 2
-    assert "must be like http://127" in capsys.readouterr().err
+    assert said in capsys.readouterr().err

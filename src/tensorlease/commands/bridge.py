@@ -112,7 +112,10 @@ def vllm(
     With --mode ipc the servers are stock ones, without this package: VLLM_SERVER_DEV_MODE=1,
     VLLM_ALLOW_INSECURE_SERIALIZATION=1 and --weight-transfer-config '{"backend": "ipc"}'.
     """
-    servers = list({server.address: server for server in map(VLLMServer, urls)}.values())
+    given = [VLLMServer(url) for url in urls]
+    servers = list({server.address: server for server in reversed(given)}.values())[::-1]
+    if len(servers) < len(given):
+        click.echo("a server is given twice, and led once", err=True)
     if len(devices) not in (1, len(servers)):
         raise click.UsageError(
             f"{len(devices)} --device for {len(servers)} servers: give one for all, or one for each"

@@ -11,11 +11,9 @@ import logging
 import queue
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import Future
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
@@ -45,47 +43,6 @@ log = logging.getLogger("tensorlease.engines")
 
 class UpdateError(TensorleaseError):
     """An engine did not get a version; says which, and why."""
-
-
-class Given:
-    """What a loader is given; says which tensor it was at when it failed."""
-
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._tensors = iter(tensors)
-        # Each that was given, and what it is called; and the last one. Whoever records what becomes
-        # of them would take a look at their storage for one at their values.
-        self._given: list[tuple[weakref.ref[torch.Tensor], str]] = []
-        self._last = "nothing"
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._tensors:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            self._last = f"{name} ({kind} of {tuple(tensor.shape)})"
-            self._given.append((weakref.ref(tensor), self._last))
-            yield name, tensor
-
-    def error(self, error: Exception) -> UpdateError:
-        """Returns what to raise for what the loader has raised."""
-        said = f"{type(error).__name__}: {error}".rstrip(": ")
-        at = self._found(error.__traceback__) or f"a tensor before or at {self._last}"
-        return UpdateError(f"the engine's load_weights failed at {at}: {said}")
-
-    def _found(self, traceback: TracebackType | None) -> str:
-        """Returns which of them was at hand where it failed: loaders reorder what they get."""
-        found = ""
-        alive = ((ref(), called) for ref, called in self._given)
-        places = {_place_of(tensor): called for tensor, called in alive if tensor is not None}
-        while traceback is not None:
-            for value in traceback.tb_frame.f_locals.values():
-                # A tensor; without an import of torch. One of the meta device lies nowhere.
-                if not getattr(value, "is_meta", True):
-                    found = places.get(_place_of(value), found)
-            traceback = traceback.tb_next
-        return found
-
-
-def _place_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class _Begun(Struct):

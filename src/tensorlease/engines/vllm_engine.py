@@ -27,13 +27,14 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from tensorlease.agents import RoundInfo, WorkerAgent
+from tensorlease.agents.given import Given
 from tensorlease.agents.recorded import RecordedLoad
 
 from . import vllm_layers
 from .ancestors import call_at_end, server_pid
 from .complete import Completeness, aliases_of
 from .labels import label_of
-from .member import EngineMember, Given, Tensors, UpdateError
+from .member import EngineMember, Tensors, UpdateError
 
 
 @dataclass
@@ -186,7 +187,7 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             loaded = model.load_weights(given)
         except Exception as error:
-            raise given.error(error) from error
+            raise UpdateError(f"the engine's {given.said(error)}") from error
         if self._complete is not None:
             self._complete.loaded(loaded)
 

@@ -15,13 +15,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tensorlease.agents import RoundInfo, WorkerAgent
+from tensorlease.agents.given import Given
 from tensorlease.protocol.errors import ConfigError
 
 from . import vllm_layers
 from .ancestors import call_at_end, server_pid
 from .complete import Completeness, aliases_of
 from .labels import label_of
-from .member import EngineMember, Finish, Given, Tensors, UpdateError
+from .member import EngineMember, Finish, Tensors, UpdateError
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +136,7 @@ class WorkerExtension:
         try:
             loaded = self.model_runner.model.load_weights(given)
         except Exception as error:
-            raise given.error(error) from error
+            raise UpdateError(f"the engine's {given.said(error)}") from error
         if self._tensorlease_complete is not None:
             self._tensorlease_complete.loaded(loaded)
 

@@ -109,8 +109,12 @@ class VLLMServer:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise ConfigError(f"a server's URL, {url!r}: {error}") from None
-        if parts.scheme != "http" or not host or parts.path.strip("/"):
+        if parts.scheme != "http" or not host:
             raise ConfigError(f"a server's URL, {url!r}: must be like http://127.0.0.1:8000")
+        if parts.path.strip("/") or parts.query or parts.fragment:
+            raise ConfigError(
+                f"a server's URL, {url!r}: give its address alone, http://{parts.netloc}"
+            )
         self.url: Final = f"http://{parts.netloc}"
         self.address: Final = name_of(self.url)
         """`127.0.0.1:8000`: what it is called in its channel, however its URL is written."""
