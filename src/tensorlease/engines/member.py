@@ -333,11 +333,14 @@ class EngineMember:
         """
         began = time.monotonic()
         with self._changed:
-            while not self._changed.wait_for(lambda: self._version, LOOK_S):
+            while not self._changed.wait_for(lambda: self._version or not self._round, LOOK_S):
                 if not self._worker.goes_on:
                     break
                 if time.monotonic() - began > BEGIN_S:
                     return [f"the engine was not told in {BEGIN_S:g} s which version it has got"]
+            if self._round is None:
+                # It may have begun another: that is not told of this round any more.
+                return ["the engine has given the update up"]
         return () if self._lacks is None else self._lacks(subset)
 
     def _commit(self, info: RoundInfo) -> None:
