@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from tensorlease.agents import RoundInfo, WorkerAgent
+from tensorlease.agents.loading import UNTOUCHED
 from tensorlease.protocol.errors import ClosedError, ConfigError, TensorleaseError
 
 if TYPE_CHECKING:
@@ -356,6 +357,8 @@ class EngineMember:
         done.result()
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
+        if torn:  # Else another engine's worker, which has failed, would say so for this one.
+            reason = reason.replace(UNTOUCHED, "publish again")
         with contextlib.suppress(UpdateError):  # It has given up before.
             self._put(info, _End(reason or "the round failed"))
 
