@@ -79,6 +79,8 @@ class FakeVLLM:
         self.always: dict[str, tuple[int, str]] = {}
         # What a worker raises, once, when it is to load something.
         self.load_fails = ""
+        # What a worker raises, once, before anything of a round is written.
+        self.prepare_fails = ""
         # Set when something was loaded in the update at hand.
         self.loading = threading.Event()
         self._core = threading.Lock()
@@ -270,6 +272,7 @@ class FakeVLLM:
                 device=self._devices[place],
             )
             self.members.append(EngineMember(worker, lambda t, w=weights: self._load(t, w)))  # type: ignore[misc]
+            worker.on_prepare(lambda _: self._prepare())
 
     def _wake(self, given: str) -> dict[str, Any]:
         """As vLLM's executor: of tags, one of which is awake, it wakes none, and says so in its log."""
@@ -293,6 +296,11 @@ class FakeVLLM:
             if each.exception() is not None:
                 self.active = False
                 raise each.exception()  # type: ignore[misc]
+
+    def _prepare(self) -> None:
+        if self.prepare_fails:
+            text, self.prepare_fails = self.prepare_fails, ""
+            raise RuntimeError(text)
 
     def _load(self, tensors: Tensors, weights: dict[str, torch.Tensor]) -> None:
         if self.load_fails:

@@ -197,6 +197,64 @@ def test_what_layers_have_kept_of_a_version_that_failed_is_not_mixed_with_the_ne
         assert server.has(3.0, 3)
 
 
+def test_what_was_copied_before_a_round_failed_is_not_answered_by_though_no_update_was_asked_for(
+    server: EngineVLLM, broker: Threaded, url: str
+) -> None:
+    tensors = checkpoint(1.0)
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register(tensors)
+        for version in (1, 2):
+            trainer.wait_ready(timeout=20.0)
+            assert trainer.publish(version, timeout=20.0).ok
+        for tensor in tensors.values():
+            tensor += 2.0
+        gate = server.hold_answer("/start_weight_update")
+        handle = trainer.publish_nowait(3)
+        assert gate.came.wait(10.0)
+        # Workers copy from the moment that an update begins.
+        norm = server.models[0].norm.weight
+        eventually(lambda: torch.equal(norm, tensors["norm.weight"]))
+        trainer.void(handle)
+        eventually(lambda: not server.leader._worker.goes_on)  # type: ignore[union-attr]
+        gate.go.set()
+        eventually(lambda: server.calls[-1] == "/finish_weight_update" and not server.active)
+        trainer.wait_ready(timeout=20.0)
+        assert server.paused
+        assert server.label == "2"
+        assert trainer.publish(4, timeout=20.0).ok
+        assert server.has(3.0, 4)
+
+
+def test_of_two_workers_one_has_copied_when_the_other_cannot_begin_and_the_server_is_held(
+    ours: SimpleNamespace, led: Led, broker: Threaded, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EngineVLLM(ours, world_size=2)
+    led("a", server=server)
+    tensors = checkpoint(1.0)
+    good, bad = server.models[0].norm.weight, server.engines[1]
+
+    def fail() -> None:
+        eventually(lambda: torch.equal(good, tensors["norm.weight"]))
+        raise RuntimeError("out of memory")
+
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register(tensors)
+        for version in (1, 2):
+            trainer.wait_ready(timeout=20.0)
+            assert trainer.publish(version, timeout=20.0).ok
+        for tensor in tensors.values():
+            tensor += 2.0
+        with monkeypatch.context() as patch:
+            patch.setattr(bad, "start_weight_update", fail)
+            result = trainer.publish(3, timeout=20.0)
+        assert "out of memory" in result.reason
+        trainer.wait_ready(timeout=20.0)
+        assert server.paused
+        assert server.label == "2"
+        assert trainer.publish(4, timeout=20.0).ok
+        assert server.has(3.0, 4)
+
+
 # ---------------------------------------------------------------- C16, C69: seats
 
 

@@ -190,6 +190,24 @@ def test_what_was_copied_and_the_engine_is_not_told_of_is_no_version_and_the_nex
 
 
 @pytest.mark.usefixtures("soon")
+def test_who_has_begun_an_update_anew_does_not_vote_for_what_was_copied_in_the_one_before(
+    trainer: TrainerAgent, copying: tuple[Copying, torch.Tensor], pool: ThreadPoolExecutor
+) -> None:
+    engine, values = copying
+    values.fill_(2.0)
+    engine.begin()
+    result = pool.submit(publishing(trainer, 2))
+    eventually(lambda: engine.w.eq(2.0).all().item())
+    engine.member.end()
+    engine.begin()
+    with pytest.raises(UpdateError, match="version 2 has not begun"):
+        engine.member.receive(2, 20.0)
+    failed = result.result(20.0)
+    assert "not covered: the engine has given the update up" in failed.reason
+    assert "torn" not in failed.reason
+
+
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("how", ["ended", "loaded"])
 def test_an_update_that_has_ended_or_is_loaded_by_the_engine_lets_no_round_begin(
     trainer: TrainerAgent, engine: Engine, how: str

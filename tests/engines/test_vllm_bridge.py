@@ -19,7 +19,7 @@ from tensorlease.protocol.records import Fate, Outcome
 
 from ..broker.raw_agents import eventually
 from .conftest import Led, left
-from .fake_vllm import FakeVLLM
+from .fake_vllm import FakeVLLM, Tensors
 from .sources import Source, at
 
 UPDATE = [
@@ -197,7 +197,7 @@ def test_a_server_of_one_worker_that_says_that_nothing_was_written_is_not_held(
     one, two = led("one"), led("two", world_size=2)
     assert source.publish(1, 2).ok
     for server in (one, two):
-        server.load_fails = f"{'x' * 400} is new; {UNTOUCHED}"
+        server.prepare_fails = f"{'x' * 400} is new; {UNTOUCHED}"
     result = source.publish(2, 2)
     assert result.outcome is Outcome.FAILED
     eventually(lambda: not one.paused)
@@ -208,13 +208,37 @@ def test_a_server_of_one_worker_that_says_that_nothing_was_written_is_not_held(
     eventually(lambda: source.publish(next(versions), 2, least=2).ok)
     assert not (one.paused or two.paused)
     # It had half of a version before: that is not whole by what has failed now.
-    for text in ("out of memory", UNTOUCHED):
-        one.load_fails = text
-        while one.load_fails:
+    one.load_fails, one.prepare_fails = "out of memory", ""
+    for text in ("", UNTOUCHED):
+        one.prepare_fails = text
+        while one.load_fails or one.prepare_fails:
             assert not source.publish(next(versions), 2, least=2).ok
         assert one.paused
     eventually(lambda: source.publish(next(versions), 2, least=2).ok)
     assert not one.paused
+
+
+def test_a_server_is_held_though_another_for_which_the_round_failed_says_that_nothing_was_written(
+    source: Source, led: Led, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = led("one"), led("two")
+    assert source.publish(1, 2).ok
+    load = two._load
+
+    def later(tensors: Tensors, weights: dict[str, torch.Tensor]) -> None:
+        assert one.loading.wait(10.0)
+        load(tensors, weights)
+
+    monkeypatch.setattr(two, "_load", later)
+    two.load_fails = f"x is new; {UNTOUCHED}"
+    result = source.publish(2, 2, least=2)
+    assert result.outcome is Outcome.FAILED
+    assert UNTOUCHED in result.reason
+    # By then the leaders have heard what the servers say of the update.
+    eventually(lambda: "tensorlease-update" not in {t.name for t in threading.enumerate()})
+    assert one.paused
+    assert source.publish(3, 2).ok
+    assert at(one, 3)
 
 
 def test_a_round_that_is_void_holds_the_server_and_the_next_one_repairs_it(

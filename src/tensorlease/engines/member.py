@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from tensorlease.agents import RoundInfo, WorkerAgent
+from tensorlease.agents.loading import UNTOUCHED
 from tensorlease.protocol.errors import ClosedError, ConfigError, TensorleaseError
 
 if TYPE_CHECKING:
@@ -290,11 +291,14 @@ class EngineMember:
         """
         began = time.monotonic()
         with self._changed:
-            while not self._changed.wait_for(lambda: self._version, LOOK_S):
+            while not self._changed.wait_for(lambda: self._version or not self._round, LOOK_S):
                 if not self._worker.goes_on:
                     break
                 if time.monotonic() - began > BEGIN_S:
                     return [f"the engine was not told in {BEGIN_S:g} s which version it has got"]
+            if self._round is None:
+                # It may have begun another: that is not told of this round any more.
+                return ["the engine has given the update up"]
         return () if self._lacks is None else self._lacks(subset)
 
     def _commit(self, info: RoundInfo) -> None:
@@ -310,6 +314,8 @@ class EngineMember:
         done.result()
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
+        if torn:  # Else another engine's worker, which has failed, would say so for this one.
+            reason = reason.replace(UNTOUCHED, "publish again")
         with contextlib.suppress(UpdateError):  # It has given up before.
             self._put(info, _End(reason or "the round failed"))
 

@@ -100,6 +100,8 @@ class VLLMBridge:
         self._half = False
         # Whether it had before the update at hand.
         self._had_half = False
+        # Its workers may have recorded a load: then they copy as soon as an update has begun.
+        self._may_copy = False
         # When it was told to hold requests, and to begin the update at hand.
         self._held_at = self._begun_at = 0.0
         self._ending = threading.Event()
@@ -180,6 +182,7 @@ class VLLMBridge:
         if not self._recorded:
             init["recorded"] = False
         self._post_init(init, BACKEND, "ipc")
+        self._may_copy = False
         if self._sleep and self.server.cannot_sleep():
             log.warning(
                 "%s was started without --enable-sleep-mode: its memory stays where it is in updates",
@@ -267,6 +270,7 @@ class VLLMBridge:
     def _prepare(self, info: RoundInfo) -> None:
         self._settle()
         self._begin()
+        self._may_copy = self._recorded
         self._update = update = Future[None]()
         sending = threading.Thread(
             target=self._send, args=(update, info.version), name="tensorlease-update", daemon=True
@@ -288,9 +292,11 @@ class VLLMBridge:
             try:
                 self._require_round()
             except UpdateError:
-                # Nothing was loaded: what there was, whole or not, is put back.
+                # Nothing was loaded: what there was, whole or not, is put back. What workers have
+                # copied by now is not.
                 self.server.post("/finish_weight_update", None, CONTROL_S)
-                self._half = half
+                if not self._may_copy:
+                    self._half = half
                 raise
         except TensorleaseError:
             if not self._half:
@@ -318,8 +324,9 @@ class VLLMBridge:
             try:
                 self.server.post("/finish_weight_update", None, CONTROL_S)
             except ServerError as second:
-                if error.refused and second.refused:
-                    self._half = half  # None was open, and none has begun.
+                # None was open, and none has begun; but of several workers some may have, and copy.
+                if error.refused and second.refused and not (self._may_copy and self._workers > 1):
+                    self._half = half
                 raise error from None
             self.server.post("/start_weight_update", None, CONTROL_S)
 
