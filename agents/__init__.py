@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         AttachError,
         ExportError,
         GpuMemoryError,
+        LoadError,
         NotSharedError,
         RingFullError,
         SharedMemoryError,
