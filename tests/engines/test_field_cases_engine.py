@@ -212,7 +212,7 @@ def test_what_was_copied_before_a_round_failed_is_not_answered_by_though_no_upda
         handle = trainer.publish_nowait(3)
         assert gate.came.wait(10.0)
         # Workers copy from the moment that an update begins.
-        norm = server.models[0].norm.weight
+        norm: Any = server.models[0].norm.weight
         eventually(lambda: torch.equal(norm, tensors["norm.weight"]))
         trainer.void(handle)
         eventually(lambda: not server.leader._worker.goes_on)  # type: ignore[union-attr]
@@ -231,7 +231,8 @@ def test_of_two_workers_one_has_copied_when_the_other_cannot_begin_and_the_serve
     server = EngineVLLM(ours, world_size=2)
     led("a", server=server)
     tensors = checkpoint(1.0)
-    good, bad = server.models[0].norm.weight, server.engines[1]
+    good: Any = server.models[0].norm.weight
+    bad = server.engines[1]
 
     def fail() -> None:
         eventually(lambda: torch.equal(good, tensors["norm.weight"]))

@@ -13,13 +13,14 @@ import torch
 from tensorlease.agents import RoundResult, TrainerAgent
 from tensorlease.agents.loading import UNTOUCHED
 from tensorlease.engines import vllm_bridge
+from tensorlease.engines.member import Tensors
 from tensorlease.engines.vllm_bridge import VLLMBridge
 from tensorlease.engines.vllm_server import VLLMServer
 from tensorlease.protocol.records import Fate, Outcome
 
 from ..broker.raw_agents import eventually
 from .conftest import Led, left
-from .fake_vllm import FakeVLLM, Tensors
+from .fake_vllm import FakeVLLM
 from .sources import Source, at
 
 UPDATE = [
