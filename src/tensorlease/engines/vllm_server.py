@@ -240,6 +240,7 @@ class VLLMServer:
         try:
             if connection.sock is None:
                 connection.connect()
+            assert connection.sock is not None
             # The connection forgets it where the server is to close it.
             sockets.append(connection.sock)
             if over.is_set():
