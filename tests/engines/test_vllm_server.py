@@ -149,11 +149,13 @@ def test_a_server_does_what_it_was_asked_for_ahead_when_the_end_is_sent(fake: Fa
     server.ahead("/finish_weight_update", version).drop()
     assert not server.ails()  # By now it has seen both.
     assert fake.calls == ["/start_weight_update"]
-    assert ahead.send(10.0) == {"message": "Weight update finished"}
+    ahead.send()
+    assert ahead.answer(10.0) == {"message": "Weight update finished"}
     assert fake.label == "7"
     again = server.ahead("/finish_weight_update", version)
+    again.send()
     with pytest.raises(ServerError, match="/finish_weight_update answered 500: .* without") as said:
-        again.send(10.0)
+        again.answer(10.0)
     assert said.value.refused
 
 
@@ -182,12 +184,13 @@ def test_what_was_asked_for_ahead_of_a_server_that_has_gone_is_asked_of_the_next
         fake.die()
         fake.port = server.port
         fake.start()
-        assert ahead.send(10.0) == {"status": "paused"}
+        ahead.send()
+        assert ahead.answer(10.0) == {"status": "paused"}
         assert fake.calls == ["/pause"]
     finally:
         fake.die()
     with pytest.raises(ServerError, match="/pause cannot be reached") as said:
-        VLLMServer(server.url).ahead("/pause", {}).send(10.0)
+        VLLMServer(server.url).ahead("/pause", {}).answer(10.0)
     assert said.value.absent
 
 

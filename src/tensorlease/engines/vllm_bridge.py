@@ -371,19 +371,20 @@ class VLLMBridge:
         update, self._update = self._update, None
         finish, self._finish = self._finish, None
         assert update is not None
-        limit = self._update_s + MARGIN_S
-        if finish is None:
-            update.result(limit)
+        if finish is not None:
+            # Its workers have voted while they were at the update: the server does this after it.
+            finish.send()
+        try:
+            update.result(self._update_s + MARGIN_S)
+        except BaseException:
+            if finish is not None:
+                finish.drop()
+            raise
+        if finish is not None:
+            finish.answer(CONTROL_S)
+        else:
             body = {"weight_version": str(info.version)}
             self.server.post("/finish_weight_update", body, CONTROL_S)
-        else:
-            # Its workers have voted while they were at the update: the server does this after it.
-            try:
-                finish.send(CONTROL_S)
-            except ServerError:
-                update.result(limit)  # If that has failed, this is but what follows from it.
-                raise
-            update.result(limit)
         self._go_on(info.version, time.monotonic())
 
     def _go_on(self, version: int, finished_at: float) -> None:

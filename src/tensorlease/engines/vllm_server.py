@@ -299,6 +299,7 @@ class Ahead:
         self._body = body
         content = json.dumps(body).encode()
         self._last = content[-1:]
+        self._sent = False
         self._connection = http.client.HTTPConnection(server.host, server.port, timeout=CONNECT_S)
         try:
             self._connection.putrequest("POST", path)
@@ -308,17 +309,27 @@ class Ahead:
         except (OSError, http.client.HTTPException):
             self._connection.close()  # `send` says why.
 
-    def send(self, timeout: float) -> Any:
-        """Has the server do it; once. Returns, and raises, as `VLLMServer.post` does."""
+    def send(self) -> None:
+        """Has the server do it; once."""
+        sock = self._connection.sock
+        # If it was closed, or refused, before it was asked for anything, `answer` asks anew.
+        if sock is not None and not _can_be_read(sock):
+            with contextlib.suppress(OSError):
+                sock.sendall(self._last)
+                self._sent = True
+
+    def answer(self, timeout: float) -> Any:
+        """Returns, and raises, as `VLLMServer.post` does; after `send`.
+
+        Args:
+            timeout: Limit in seconds, from now on.
+        """
         connection = self._connection
-        if connection.sock is None or _can_be_read(connection.sock):
-            # It was closed, or refused, before it was asked for anything.
+        if not self._sent:
             connection.close()
             return self._server.post(self._path, self._body, timeout)
         connection.sock.settimeout(timeout)
-        return self._server._answer(
-            connection, self._path, lambda: connection.send(self._last), timeout
-        )
+        return self._server._answer(connection, self._path, lambda: None, timeout)
 
     def drop(self) -> None:
         """The server is to do nothing."""
