@@ -12,6 +12,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from math import prod
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -62,6 +63,8 @@ class Recording(Struct, frozen=True, eq=False):
     """All names, with tensors of the meta device that have their shape and dtype."""
     lying: tuple[Lie, ...]
     """The parameters that it counts for."""
+    partly: tuple[str, ...] = ()
+    """A text for each parameter of which it wrote only some elements; it begins with its name."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -236,10 +239,14 @@ class RecordedLoad:
 
     def _tell(self, recording: Recording) -> None:
         fallback = recording.fallback
-        told = (recording.names, tuple(fallback.items()), recording.ignored)
+        told = (recording.names, tuple(fallback.items()), recording.ignored, recording.partly)
         if told == self._told:
             return
         self._told = told
+        if recording.partly:
+            # Who loads by layers has asked for what they lack.
+            level = logging.INFO if self.by_layers else logging.WARNING
+            log.log(level, "the loader wrote only a part of %s", _listed(recording.partly))
         shown = "; ".join(f"{name}: {why}" for name, why in list(fallback.items())[:MOST_NAMED])
         more = "; ..." if len(fallback) > MOST_NAMED else ""
         log.log(
@@ -259,6 +266,10 @@ def _parameters_of(given: WrittenTo) -> Parameters:
     if isinstance(given, torch.nn.Module):
         return lambda: [*given.named_parameters(), *given.named_buffers()]
     return lambda: pairs_of(given())
+
+
+def _listed(texts: tuple[str, ...]) -> str:
+    return "; ".join(texts[:MOST_NAMED]) + ("; ..." if len(texts) > MOST_NAMED else "")
 
 
 def _some(names: list[str]) -> str:
@@ -326,7 +337,22 @@ class _Reviewed:
             ignored,
             dict(recorder.sources),
             lying,
+            tuple(self._partly()),
         )
+
+    def _partly(self) -> Iterator[str]:
+        """Says which parameters were written in part, each of which has a storage of its own."""
+        for tensor, memory in self._here.values():
+            names = sorted(memory.parameters)
+            alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            unclear = memory.computed or memory.constants or memory.unseen or memory.overwritten
+            if len(names) != 1 or not alone or unclear or not memory.notes:
+                continue
+            if any(note.dtype.itemsize != tensor.element_size() for note in memory.notes):
+                continue
+            count = sum(prod(axis.size for axis in note.axes) for note in memory.notes)
+            if count < tensor.numel():
+                yield f"{names[0]}: {count} of {tensor.numel()} elements"
 
     def _look_at(self, memory: Memory) -> None:
         """Notes why names that have come to some memory cannot be copied there."""

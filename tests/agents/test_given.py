@@ -140,6 +140,18 @@ def test_what_a_first_version_lacks_is_for_the_engine_to_say(
         assert publish(trainer, worker, 2).ok
 
 
+def test_a_parameter_of_which_only_some_came_is_named_in_the_log(
+    url: str, broker: Threaded, worker: WorkerAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    worker.attach_loader(model.load_weights, lambda: model.parameters)
+    for sent, said in ((["a"], 1), (["a", "b"], 1)):
+        with TrainerAgent("policy", endpoint=url) as trainer:
+            trainer.register({name: torch.ones(2) for name in sent})
+            assert publish(trainer, worker, len(sent)).ok
+        assert caplog.text.count("the loader wrote only a part of ab: 2 of 4 elements") == said
+
+
 @pytest.mark.parametrize("given", [{}, iter([]), 3])
 def test_what_gives_no_parameters_is_refused_with_the_way_out(
     worker: WorkerAgent, given: Any
