@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -43,7 +44,8 @@ class Given:
         alive = ((ref(), called) for ref, called in self._given)
         places = {_place_of(tensor): called for tensor, called in alive if tensor is not None}
         while traceback is not None:
-            for value in traceback.tb_frame.f_locals.values():
+            # Its variables; `f_locals` would keep them, though the frame is cleared.
+            for value in gc.get_referents(traceback.tb_frame):
                 # A tensor; without an import of torch. One of the meta device lies nowhere.
                 if not getattr(value, "is_meta", True):
                     found = places.get(_place_of(value), found)

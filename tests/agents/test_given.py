@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from tensorlease.protocol.records import Outcome
 from ..broker.raw_agents import Threaded
 from .stages import publish
 
-Loader = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
+pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 def test_a_loader_that_fails_is_said_to_have_failed_at_the_tensor_that_it_had_at_hand() -> None:

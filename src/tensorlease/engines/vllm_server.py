@@ -307,7 +307,7 @@ class Ahead:
             self._connection.putheader("Content-Length", str(len(content)))
             self._connection.endheaders(content[:-1])
         except (OSError, http.client.HTTPException):
-            self._connection.close()  # `send` says why.
+            self._connection.close()  # `answer` says why.
 
     def send(self) -> None:
         """Has the server do it; once."""
