@@ -132,7 +132,8 @@ def test_descriptors_stay_flat_however_many_segments_are_made_and_mapped(tmp_pat
     memory = ShmMemory(INSTANCE, tmp_path)
     segments = [memory.allocate(4096, number) for number in range(300)]
     mappings = [ShmMapping(tmp_path, segment.handle) for segment in segments]
-    assert len(os.listdir("/proc/self/fd")) == before
+    # What earlier tests have left, a connection say, may be closed meanwhile.
+    assert len(os.listdir("/proc/self/fd")) <= before
     for mapping in mappings:
         mapping.unmap()
     for segment in segments:

@@ -238,6 +238,7 @@ def test_a_server_is_held_though_another_for_which_the_round_failed_says_that_no
     # By then the leaders have heard what the servers say of the update.
     eventually(lambda: "tensorlease-update" not in {t.name for t in threading.enumerate()})
     assert one.paused
+    eventually(source.trainer.may_write)
     assert source.publish(3, 2).ok
     assert at(one, 3)
 
