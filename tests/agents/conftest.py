@@ -82,8 +82,13 @@ def start_broker(spawn: Spawn, url: str) -> Callable[..., Spawned]:
 @pytest.fixture
 def no_thread_left() -> Iterator[None]:
     """The poll loop ends with the last agent."""
+
+    def ended() -> bool:
+        return all(thread.name != "tensorlease" for thread in threading.enumerate())
+
+    eventually(ended, 45.0)  # One of an earlier test, which its end does not wait for.
     yield
-    eventually(lambda: all(thread.name != "tensorlease" for thread in threading.enumerate()))
+    eventually(ended)
 
 
 @pytest.fixture
