@@ -21,7 +21,7 @@ from ..protocol.handles import Handle
 from ..protocol.regions import Region, single_run
 from ..protocol.tables import TensorEntry
 from .casting import convert, parts_of
-from .copying import Run, Runs
+from .copying import Run, Runs, as_one
 from .errors import AttachError, CoverageError, MappingError, VerifyError
 from .memory import MappedMemory
 from .overlaps import span_of
@@ -317,9 +317,12 @@ class CopyPlan:
                 begin, into, nbytes = step.run
                 run = Run(step.want.placed.address + into, addresses[place] + begin, nbytes)
                 mine = runs.setdefault(ordinal, [])
-                # A GPU copies within allocations: neighbours may belong to two.
-                if ordinal is not None or not _goes_on(mine, run):
+                # A GPU copies within allocations, of which neighbours may belong to two.
+                one = as_one(mine[-1], run) if mine and here.type == "cpu" else None
+                if one is None:
                     mine.append(run)
+                else:
+                    mine[-1] = one
         count = sum(map(len, runs.values())) + sum(map(len, boxes.values()))
         copied = Copied(sum(step.nbytes for step, _ in chosen), count)
         at_home = (Runs(runs.pop(None, [])), boxes.pop(None, []))
@@ -438,17 +441,6 @@ def _check_unchanged(want: Want) -> None:
             f"has lost its memory since it was attached ({storage.nbytes()} bytes are left of its"
             " storage): give it back before versions arrive, in on_prepare say",
         )
-
-
-def _goes_on(runs: list[Run], run: Run) -> bool:
-    """Whether a run begins where the last one ends; then that is made longer."""
-    if not runs:
-        return False
-    last = runs[-1]
-    if (last.source + last.nbytes, last.target + last.nbytes) != (run.source, run.target):
-        return False
-    runs[-1] = Run(last.target, last.source, last.nbytes + run.nbytes)
-    return True
 
 
 def _lane(ordinal: int, runs: list[Run], boxes: list[tuple[Step, int]]) -> _Lane:

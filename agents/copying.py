@@ -26,6 +26,13 @@ class Run(NamedTuple):
     nbytes: int
 
 
+def as_one(last: Run, run: Run) -> Run | None:
+    """Returns two runs as one, if the second begins where the first ends, on both sides."""
+    if (last.source + last.nbytes, last.target + last.nbytes) != (run.source, run.target):
+        return None
+    return Run(last.target, last.source, last.nbytes + run.nbytes)
+
+
 class Runs:
     """Runs of bytes that are copied again and again: how threads share them is worked out once."""
 

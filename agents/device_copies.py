@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 
 from . import cuda_driver as driver
-from .copying import Run
+from .copying import Run, as_one
 from .cuda_driver import CudaError, Graph
 from .still_there import StillThere
 
@@ -32,14 +32,14 @@ class DeviceRuns:
 
     Args:
         ordinal: The device that copies.
-        runs: Addresses that it can reach.
+        runs: Addresses that it can reach; neighbours are copied as one within an allocation.
         sources_stay: The memory that is read is the same as long as this is used.
     """
 
     def __init__(self, ordinal: int, runs: Sequence[Run], *, sources_stay: bool = False) -> None:
         self._ordinal = ordinal
         self._sources_stay = sources_stay
-        self._lanes = _shared_out(runs)
+        self._lanes = _shared_out(_joined(ordinal, runs))
         self._times = 0
         # What cannot be captured is issued one by one each time.
         self._graph: Graph | None = None
@@ -168,6 +168,32 @@ def _follow(ordinal: int, stream: torch.cuda.Stream) -> None:
         idle = driver.is_idle(_current_stream(ordinal))
     if not idle:
         stream.wait_stream(torch.cuda.current_stream(ordinal))
+
+
+def _joined(ordinal: int, runs: Sequence[Run]) -> list[Run]:
+    """Joins each run with the one before where both sides go on in the same allocation."""
+    joined: list[Run] = []
+    # Where the allocations of the last one end: asked when it matters.
+    ends: tuple[int, int] | None = None
+    for run in runs:
+        if joined and (one := as_one(joined[-1], run)):
+            if ends is None:
+                ends = _end_of(ordinal, one.target), _end_of(ordinal, one.source)
+            if run.target < ends[0] and run.source < ends[1]:
+                joined[-1] = one
+                continue
+        joined.append(run)
+        ends = None
+    return joined
+
+
+def _end_of(ordinal: int, address: int) -> int:
+    """Returns where the allocation of an address ends; 0: that is not known."""
+    try:
+        extent = driver.address_range(ordinal, address)
+    except CudaError:
+        return 0
+    return extent.address + extent.nbytes
 
 
 def _shared_out(runs: Sequence[Run]) -> list[list[Run]]:

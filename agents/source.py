@@ -27,6 +27,7 @@ from .memory import ExportedMemory, MemoryKind
 from .pieces import Pieces
 from .placement import NamedTensors, Placed, holds_pieces, place
 from .sharing import way_of
+from .unmoved import Unmoved
 
 if TYPE_CHECKING:
     from .cuda import CudaMemory
@@ -59,25 +60,6 @@ class _Storage(Struct):
         return list({id(tensor): tensor for tensor in (*given, *bases)}.values())
 
 
-class _Unmoved:
-    """Sees for all tensors at once, by `map`, that they lie where they lay."""
-
-    def __init__(self, placed: Sequence[Placed]) -> None:
-        self._tensors = [each.tensor for each in placed]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._counts = [prod(each.local_shape) for each in placed]
-        self._distributed = [each for each in placed if each.distributed is not None]
-
-    def still(self) -> bool:
-        tensors = self._tensors
-        return (
-            list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
-            and list(map(torch.Tensor.numel, tensors)) == self._counts
-            and all(map(torch.Tensor.is_contiguous, tensors))
-            and not any(each.left_behind for each in self._distributed)
-        )
-
-
 class RegisteredBuffers:
     """Registered tensors: keeps them, and the memory they were moved into, until `close`."""
 
@@ -105,7 +87,9 @@ class RegisteredBuffers:
         # Where each tensor must still lie when a round is published; one of several boxes once.
         places = {id(tensor.tensor): tensor for tensor in self._placed if tensor.nbytes}
         self._places = [(tensor, tensor.tensor.data_ptr()) for tensor in places.values()]
-        self._unmoved = _Unmoved([placed for placed, _ in self._places])
+        self._distributed = [each for each, _ in self._places if each.distributed is not None]
+        # As they lay when they were looked at one by one.
+        self._unmoved: Unmoved | None = None
 
     def missing(self) -> bool:
         """Whether the memory, or a part of it, was removed by something else."""
@@ -153,19 +137,21 @@ class RegisteredBuffers:
         was removed, and `renew` was not called. Cheap enough for every publish.
         """
         self._check_memory()
-        if self._unmoved.still():
+        moved = any(each.left_behind for each in self._distributed)
+        if not moved and self._unmoved is not None and self._unmoved.holds():
             return
         for placed, address in self._places:
             tensor = placed.tensor
             # The count and the order of its elements differ for a part or a transpose of it.
             moved = tensor.data_ptr() != address or placed.left_behind
             same = tensor.numel() == prod(placed.local_shape) and tensor.is_contiguous()
-            if moved or not same:
+            if moved or not same or str(tensor.dtype) != f"torch.{placed.dtype}":
                 raise ExportError(
                     placed.name,
                     "no longer lies where it was registered (its data was replaced): copy into it"
                     " in place, or close these buffers and register again",
                 )
+        self._unmoved = Unmoved([placed.tensor for placed, _ in self._places])
 
     def _check_memory(self) -> None:
         for memory, buffer in zip(self._memory, self.buffers, strict=False):
@@ -203,8 +189,7 @@ class RegisteredBuffers:
         """
         self.closed = True
         _registered.discard(self)
-        self._places = []
-        self._unmoved = _Unmoved([])
+        self._places, self._distributed, self._unmoved = [], [], None
         for memory in self._memory:
             memory.free()
 

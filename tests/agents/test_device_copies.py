@@ -10,12 +10,12 @@ import pytest
 
 from tensorlease.agents import cuda_driver
 from tensorlease.agents.copying import Run
-from tensorlease.agents.cuda_driver import CudaError
+from tensorlease.agents.cuda_driver import CudaError, Extent
 
 pytest.importorskip("torch")
 
 from tensorlease.agents import device_copies
-from tensorlease.agents.device_copies import LANES, DeviceRuns, _Lanes, _shared_out
+from tensorlease.agents.device_copies import LANES, DeviceRuns, _joined, _Lanes, _shared_out
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 100])
@@ -26,6 +26,25 @@ def test_each_copy_is_made_once_and_no_lane_has_much_more_than_another(count: in
     assert len(lanes) == max(1, min(LANES, count))
     loads = [sum(run.nbytes for run in lane) for lane in lanes]
     assert max(loads) - min(loads) <= max((run.nbytes for run in runs), default=0)
+
+
+def test_neighbours_are_one_copy_within_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address_range(ordinal: int, address: int) -> Extent:
+        if address >= 9000:
+            raise CudaError("cuMemGetAddressRange", "CUDA_ERROR_NOT_FOUND")
+        return Extent(address // 100 * 100, 100)
+
+    monkeypatch.setattr(cuda_driver, "address_range", address_range)
+    # The third begins another allocation that is read, the fifth one that is written; the sixth
+    # does not go on where the fifth ends; of the last ones it is not known.
+    sources = [1070, 1080, 1100, 1110, 1120, 1130, 9000, 9010]
+    targets = [0, 10, 30, 90, 100, 120, 2000, 2010]
+    runs = [Run(*ends, 10) for ends in zip(targets, sources, strict=True)]
+    runs[1] = Run(10, 1080, 20)
+    joined = _joined(0, runs)
+    assert joined == [Run(0, 1070, 30), *runs[2:]]
+    ends = [Run(0, 1000, 10), Run(10, 1010, 10), Run(20, 1020, 10)]
+    assert _joined(0, ends) == [Run(0, 1000, 30)]
 
 
 def test_without_a_driver_its_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

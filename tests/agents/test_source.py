@@ -411,6 +411,19 @@ def test_a_tensor_whose_data_was_replaced_is_found_by_name() -> None:
     registered.close()
 
 
+def test_a_tensor_that_is_of_another_dtype_by_now_is_found() -> None:
+    model = nn.Linear(2, 2)
+    registered = _register(model.named_parameters())
+    for looked_at in (False, True):
+        if looked_at:
+            registered.check()
+        model.weight.requires_grad_(False).data = model.weight.data.view(torch.int32)
+        with pytest.raises(ExportError, match="'weight' no longer lies where it was registered"):
+            registered.check()
+        model.weight.data = model.weight.data.view(torch.float32)
+    registered.close()
+
+
 def test_a_tensor_that_became_a_part_or_a_transpose_of_itself_is_found() -> None:
     model = nn.Linear(2, 2)
     registered = _register(model.named_parameters())

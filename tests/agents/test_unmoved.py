@@ -9,8 +9,22 @@ import pytest
 import torch
 from torch import nn
 
+from tensorlease.agents import unmoved
 from tensorlease.agents.recorded import RecordedLoad
 from tensorlease.agents.unmoved import Unmoved, UnmovedModel
+
+CAN_GUARD = unmoved._can_guard.__wrapped__
+
+
+@pytest.fixture(params=["guards", "no guards"], autouse=True)
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether torch's guards are asked; a torch may have none."""
+    if request.param == "no guards":
+        monkeypatch.setattr(unmoved, "_can_guard", lambda: False)
+        return False
+    if not unmoved._can_guard():
+        pytest.skip(f"torch {torch.__version__} has no guards that are known")
+    return True
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -36,6 +50,62 @@ def test_a_column_that_is_turned_to_a_row_is_noticed(shape: tuple[int, ...]) -> 
     tensor.data = tensor.data.transpose(0, 1)
     assert tensor.is_contiguous() and tensor.stride() == stride
     assert not lying.holds()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8])
+def test_bytes_that_are_taken_for_other_numbers_are_noticed(dtype: torch.dtype) -> None:
+    tensor = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    lying = Unmoved([tensor])
+    tensor.data = tensor.data.view(dtype)
+    assert not lying.holds()
+
+
+def test_where_the_guards_say_no_it_is_looked_at_one_by_one(guards: bool) -> None:
+    tensor = torch.nn.Parameter(torch.zeros(3, 3))
+    lying = Unmoved([torch.zeros(2), tensor])
+    with torch.inference_mode():
+        assert not lying._are_guarded()
+        assert lying.holds()
+    assert lying._are_guarded() == guards
+    tensor.requires_grad_(False)
+    assert not lying._are_guarded()
+    assert lying.holds()
+    with torch.inference_mode():
+        tensor.data = torch.zeros(3, 3)
+        assert not lying.holds()
+
+
+class Guards:
+    """Guards of a torch that takes them otherwise, or sees less."""
+
+    def __init__(self, *tensors: torch.Tensor, dynamic_dims_sizes: object, **_: object) -> None:
+        self._tensors = tensors
+
+    def check(self, *tensors: torch.Tensor) -> bool:
+        return [tensor.dtype for tensor in tensors] == [tensor.dtype for tensor in self._tensors]
+
+
+class OtherGuards(Guards):
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(*tensors, dynamic_dims_sizes=())
+
+
+class FailingGuards(Guards):
+    def check(self, *tensors: torch.Tensor) -> bool:
+        raise TypeError("one argument, a list")
+
+
+class StrictGuards(Guards):
+    def check(self, *tensors: torch.Tensor) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("given", [Guards, OtherGuards, FailingGuards, StrictGuards])
+def test_guards_that_are_others_are_not_used(
+    given: type[Guards], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", given)
+    assert not CAN_GUARD()
 
 
 def test_a_tensor_whose_storage_has_shrunk_under_it_is_noticed() -> None:

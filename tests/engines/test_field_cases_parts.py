@@ -244,10 +244,10 @@ def test_weights_of_eight_bits_and_their_scales_are_byte_for_byte_those_of_the_t
 def test_a_server_that_says_that_it_is_done_and_has_done_nothing_is_named_and_at_no_version(
     source: Source, led: Led, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    for name in ("TOLD_S", "BEGIN_S"):
-        monkeypatch.setattr(member_module, name, 0.5)
     server = led("a")
     assert source.publish(1).ok
+    for name in ("TOLD_S", "BEGIN_S"):
+        monkeypatch.setattr(member_module, name, 0.5)
     server.lies.add(path)
     result = source.publish(2)
     assert result.outcome is Outcome.FAILED
