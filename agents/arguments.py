@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 import operator
 import os
+import re
 import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Real
-from typing import Final, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
 
 from ..protocol.endpoint import JOB_VARIABLE
 from ..protocol.errors import ConfigError
@@ -19,6 +20,14 @@ from ..protocol.limits import MAX_VERSION
 from ..protocol.records import Distribution, Terms
 from .core import Identity
 from .process import this_host, this_process
+
+if TYPE_CHECKING:
+    import torch
+
+_GPU: Final = re.compile(r"cuda(?::(\d+))?")
+_UUID: Final = re.compile(
+    r"(?:GPU-|MIG-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re.IGNORECASE
+)
 
 
 class RoundOptions(TypedDict, total=False):
@@ -95,14 +104,44 @@ def options_of(stragglers: Stragglers, quorum: int | None, options: RoundOptions
     return chosen
 
 
-def identity(channel: str, instance: str, device: str) -> Identity:
+def label_of(device: str | torch.device) -> str:
+    """Returns what a device is called in every process: a GPU by its UUID, since its number differs.
+
+    Raises:
+        ConfigError: It is a GPU that there is not.
+    """
+    name = str(device)
+    if name == "cpu":
+        return "cpu:0"
+    if (uuid := _UUID.fullmatch(name)) is not None:  # As nvidia-smi writes it, or as here.
+        return uuid[1].lower()
+    if (gpu := _GPU.fullmatch(name)) is None:
+        return name
+    from .cuda_driver import CudaError, uuid_of
+
+    try:
+        return uuid_of(_current() if gpu[1] is None else int(gpu[1]))
+    except CudaError as error:
+        raise ConfigError(
+            f"device {name!r} is no GPU that this process sees ({error}): give its number here, or its"
+            " UUID, as `nvidia-smi -L` lists it"
+        ) from None
+
+
+def _current() -> int:
+    import torch
+
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_device() if begun else 0
+
+
+def identity(channel: str, instance: str, device: str | torch.device) -> Identity:
     """Returns who an agent of this process is; its lock is known when it has found a broker."""
-    name = "cpu:0" if str(device) == "cpu" else str(device)
     return Identity(
         instance=instance,
         channel=check_name("channel", channel),
         host=this_host(),
-        device=check_name("device", name),
+        device=check_name("device", label_of(device)),
         processes=[this_process()],
         locked=False,
         software=f"tensorlease {_version('tensorlease')} torch {_version('torch')}",

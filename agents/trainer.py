@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from msgspec.structs import replace
 
@@ -59,6 +59,9 @@ from .trainer_core import (
 )
 from .waiting import seconds
 
+if TYPE_CHECKING:
+    import torch
+
 log = logging.getLogger("tensorlease.agents")
 
 
@@ -83,7 +86,8 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
             broker gathers them.
         endpoint: The broker's address; default `$TENSORLEASE_ENDPOINT`, else the user's runtime
             directory, else the system's.
-        device: Label of the device; workers with the same are beside it.
+        device: Where it is; workers at the same are beside it. A GPU by its number here ("cuda:0")
+            or its UUID; or any label ("cpu:1").
         distribution: "colocated" or "assembled"; default: assembled if a tensor of the first
             registration is a piece.
         connect_timeout: How long a call waits for a broker, in seconds.
@@ -103,7 +107,7 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
         world_size: int | None = None,
         group: str | None = None,
         endpoint: str | None = None,
-        device: str = "cpu:0",
+        device: str | torch.device = "cpu:0",
         distribution: Distribution | str | None = None,
         connect_timeout: float = CONNECT_TIMEOUT_S,
         shm_dir: str | os.PathLike[str] | None = None,

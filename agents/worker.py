@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..protocol import messages as m
 from ..protocol.errors import ConfigError, DeadlineError, TensorleaseError
@@ -22,6 +23,9 @@ from .work import Work
 from .worker_core import WorkerCore
 from .worker_setup import WorkerSetup
 from .worker_state import Holding, ToldTorn, why_late
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("tensorlease.agents")
 
@@ -46,7 +50,8 @@ class WorkerAgent(WorkerSetup):
         size: How many members the replica has.
         endpoint: The broker's address; default `$TENSORLEASE_ENDPOINT`, else the user's runtime
             directory, else the system's.
-        device: Label of the device; trainers with the same are beside it.
+        device: Where it is; trainers at the same are beside it. A GPU by its number here ("cuda:0")
+            or its UUID; or any label ("cpu:1").
         version: The version that its weights have already (0: none).
         connect_timeout: How long a call waits for a broker, in seconds.
 
@@ -62,7 +67,7 @@ class WorkerAgent(WorkerSetup):
         member: int = 0,
         size: int = 1,
         endpoint: str | None = None,
-        device: str = "cpu:0",
+        device: str | torch.device = "cpu:0",
         version: int = 0,
         connect_timeout: float = CONNECT_TIMEOUT_S,
     ) -> None:

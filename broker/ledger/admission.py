@@ -126,7 +126,8 @@ def lacks_source(book: Book, group: Group, peer: Peer) -> str:
         if len(beside) != 1:
             devices = ", ".join(sorted({t.device for t in trainers})) or "none"
             count = "no trainer" if not beside else f"{len(beside)} trainers"
-            return f"{count} on device {peer.device}; trainers are on {devices}"
+            here = f"{count} on device {peer.device}"
+            return f"{here}; trainers are on {devices} (an agent's `device` says where it is)"
         trainers = beside
     elif any(t.host != peer.host for t in trainers):
         return f"a trainer on another host than {peer.host}"

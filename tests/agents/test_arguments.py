@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlease.agents.arguments import RoundOptions, deadline_of, terms_of
+from tensorlease.agents.arguments import RoundOptions, deadline_of, label_of, terms_of
 from tensorlease.agents.trainer import TrainerAgent
 from tensorlease.agents.worker import WorkerAgent
 from tensorlease.protocol.errors import ConfigError
+
+from .fake_cuda import UUIDS, FakeDriver, take_place
 
 
 class Whole:
@@ -117,3 +119,36 @@ def test_a_hook_that_cannot_be_called_is_refused_when_it_is_given() -> None:
         for give in (worker.on_prepare, worker.on_commit, worker.on_abort):
             with pytest.raises(ConfigError, match="on_.* None"):
                 give(nothing)
+
+
+def test_a_gpu_is_called_by_its_uuid_whatever_its_number_is_in_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeDriver()
+    take_place(fake, monkeypatch)
+    fake.uuids = [UUIDS[1], UUIDS[0]]  # As CUDA_VISIBLE_DEVICES=1,0 has it.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [label_of(f"cuda:{number}") for number in range(2)] == fake.uuids
+    assert label_of(torch.device("cuda", 0)) == UUIDS[1]
+    assert label_of("cuda") == label_of(torch.device("cuda")) == UUIDS[0]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert label_of("cuda") == UUIDS[1]
+    assert label_of(f"GPU-{UUIDS[0].upper()}") == label_of(UUIDS[0]) == UUIDS[0]
+    fake.fails["cuDeviceGet"] = "CUDA_ERROR_INVALID_DEVICE"
+    with pytest.raises(ConfigError, match="device 'cuda:7' is no GPU that this process sees"):
+        TrainerAgent(device="cuda:7")
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0"])
+def test_what_is_no_gpu_is_called_as_it_is(device: str | torch.device) -> None:
+    assert label_of(device) == "cpu:0"
+    assert label_of("cpu:1") == "cpu:1"
+    assert label_of("cuda-like") == "cuda-like"
+
+
+def test_without_a_driver_a_gpus_number_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver")
+    with pytest.raises(ConfigError, match="'cuda:0' is no GPU .* `nvidia-smi -L`"):
+        WorkerAgent(device="cuda:0")

@@ -92,7 +92,7 @@ def test_a_shadow_is_not_filled_while_anybody_may_read_it(impatient: Threaded, u
         trainer.register({"w": source}, shadow=True)
         worker.attach({"w": target})
         with serving(worker), held_copies(worker) as go_on:
-            first = trainer.publish_nowait(1, prepare_s=0.2, stage_s=0.2)
+            first = trainer.publish_nowait(1, stage_s=0.2)
             assert not first.finished.wait(20.0).ok
             eventually(lambda: first.stuck)  # the round has ended, and its lease has not
             source.fill_(2)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch
 from tensorlease.agents import RoundResult, TrainerAgent
 from tensorlease.agents.ring import RingOptions
 from tensorlease.engines import member as member_module
-from tensorlease.engines.labels import label_of
 from tensorlease.protocol.errors import DeadlineError, RefusedError, TensorleaseError
 from tensorlease.protocol.records import Fate, Outcome
 
@@ -148,20 +145,6 @@ def test_gpus_that_are_named_in_another_order_than_the_workers_never_get_each_ot
     assert all(not weights for weights in server.weights)
     eventually(lambda: server.paused)
     assert server.label == "default"
-
-
-def test_a_gpu_is_called_by_its_uuid_whatever_its_number_is_in_a_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen = {0: UUIDS[1].upper(), 1: UUIDS[0]}  # As CUDA_VISIBLE_DEVICES=1,0 has it.
-
-    def properties(device: torch.device) -> Any:
-        assert device.index is not None
-        return SimpleNamespace(uuid=seen[device.index])
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    assert label_of(torch.device("cuda", 0)) == UUIDS[1]
-    assert label_of(torch.device("cuda", 1)) == UUIDS[0]
 
 
 # ---------------------------------------------------------------- C83: not all of it is there

@@ -33,7 +33,6 @@ from tensorlease.agents.recorded import RecordedLoad
 from . import vllm_layers
 from .ancestors import call_at_end, server_pid
 from .complete import Completeness, aliases_of
-from .labels import label_of
 from .member import EngineMember, Tensors, UpdateError
 
 
@@ -108,7 +107,7 @@ class TensorleaseEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             member=1 + place,
             size=init_info.size,
             endpoint=init_info.endpoint,
-            device=label_of(self.device),
+            device=self.device,
         )
         self._recorded = None
         if init_info.recorded:

@@ -21,7 +21,6 @@ from tensorlease.protocol.errors import ConfigError
 from . import vllm_layers
 from .ancestors import call_at_end, server_pid
 from .complete import Completeness, aliases_of
-from .labels import label_of
 from .member import EngineMember, Finish, Tensors, UpdateError
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class WorkerExtension:
             member=member,
             size=int(parallel.data_parallel_size) * int(parallel.world_size),
             endpoint=endpoint,
-            device=label_of(self.device),
+            device=self.device,
         )
         try:
             self._tensorlease_member = EngineMember(

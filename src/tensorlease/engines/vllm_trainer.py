@@ -27,7 +27,6 @@ from tensorlease.agents.ring import DEFAULT_SLOT_BYTES, DEFAULT_SLOTS
 from tensorlease.protocol.errors import ClosedError, ConfigError
 from tensorlease.protocol.records import Distribution
 
-from .labels import label_of
 from .vllm_client import ClientServer
 from .vllm_control import VLLMControl
 from .vllm_plugin import BACKEND, register
@@ -170,11 +169,11 @@ class TensorleaseTrainerEngine(TrainerWeightTransferEngine[TensorleaseTrainerIni
 
 
 def _device_of(info: TensorleaseTrainerInitInfo) -> tuple[str, str]:
-    """Returns the label of this rank's device, and where its ring is to lie."""
+    """Returns what this rank says where it is, and where its ring is to lie."""
     if not torch.cuda.is_available():
         return info.device or "cpu:0", "cpu"
-    index = torch.cuda.current_device()
-    return info.device or label_of(torch.device("cuda", index)), f"cuda:{index}"
+    here = f"cuda:{torch.cuda.current_device()}"
+    return info.device or here, here
 
 
 register()
