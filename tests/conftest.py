@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +36,34 @@ def _lacking(item: pytest.Item) -> str | None:
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return f"needs {wanted} CUDA device(s), {found} here" if found < wanted else None
+
+
+@pytest.fixture(autouse=True)
+def no_agent_left() -> Iterator[None]:
+    """Each test closes its agents."""
+    yield
+    await_no_agent(10.0)
+
+
+def await_no_agent(seconds: float) -> None:
+    """Waits until the thread has ended that all agents of a process share; else names those left.
+
+    Where an exception has kept one, the garbage collector ends it.
+    """
+    began = time.monotonic()
+    while any(thread.name == "tensorlease" for thread in threading.enumerate()):
+        lasted = time.monotonic() - began
+        if lasted > seconds / 2:
+            gc.collect()
+        assert lasted < seconds, f"agents were left behind: {_agents()}"
+        time.sleep(0.001)
+
+
+def _agents() -> str:
+    from tensorlease.agents.agent import Agent
+
+    agents = [each for each in gc.get_objects() if isinstance(each, Agent)]
+    return ", ".join(f"{each!r}{' (closed)' if each.closed else ''}" for each in agents)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ..broker.raw_agents import Threaded, config_for, eventually
+from ..broker.raw_agents import Threaded, config_for
 from ..procs import Spawn, Spawned, broker_process, spawning
 from .exports import Export, exporting
 from .rings import RING
@@ -77,18 +77,6 @@ def start_broker(spawn: Spawn, url: str) -> Callable[..., Spawned]:
         return broker_process(spawn, url, durations)
 
     return start
-
-
-@pytest.fixture
-def no_thread_left() -> Iterator[None]:
-    """The poll loop ends with the last agent."""
-
-    def ended() -> bool:
-        return all(thread.name != "tensorlease" for thread in threading.enumerate())
-
-    eventually(ended, 45.0)  # One of an earlier test, which its end does not wait for.
-    yield
-    eventually(ended)
 
 
 @pytest.fixture

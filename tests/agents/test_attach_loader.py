@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tensorlease.agents.results import RoundHandle
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 def change(weights: dict[str, Any], seed: int) -> None:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tensorlease.agents.work import CopyWork
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ from tensorlease.protocol.errors import ClosedError, NoBrokerError
 
 from .. import procs
 from ..broker.raw_agents import Threaded, eventually
+from ..conftest import await_no_agent
 from ..procs import Spawn, Spawned
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 EXIT_LIMIT_S = 0.5
 
@@ -289,3 +289,8 @@ def test_leaving_in_the_middle_never_hangs_and_in_order_leaves_no_segment(
     with TrainerAgent("policy", endpoint=url) as trainer:
         trainer.register({"w": torch.ones(1)})
         assert trainer.replicas == {}
+
+
+def test_an_agent_that_a_test_leaves_behind_is_named(trainer: TrainerAgent) -> None:
+    with pytest.raises(AssertionError, match="left behind: .*<TrainerAgent .*'policy' rank=0/1>"):
+        await_no_agent(0.1)

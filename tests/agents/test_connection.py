@@ -30,7 +30,6 @@ from ..broker.raw_agents import Threaded, config_for, eventually
 from ..procs import Spawn, Spawned
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 @pytest.fixture

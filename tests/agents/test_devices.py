@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.usefixtures("no_thread_left"), pytest.mark.gpu]
+pytestmark = pytest.mark.gpu
 
 
 def mixed() -> dict[str, Tensor]:

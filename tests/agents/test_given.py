@@ -17,8 +17,6 @@ from tensorlease.protocol.records import Outcome
 from ..broker.raw_agents import Threaded
 from .stages import publish
 
-pytestmark = pytest.mark.usefixtures("no_thread_left")
-
 
 def test_a_loader_that_fails_is_said_to_have_failed_at_the_tensor_that_it_had_at_hand() -> None:
     tensors = [(name, torch.zeros(2, 3)) for name in "abc"]

@@ -24,7 +24,6 @@ from ..broker.raw_agents import eventually
 from ..procs import Spawned
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 NEVER_WAITS = {
     "TrainerAgent": {"may_write"},

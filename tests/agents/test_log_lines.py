@@ -26,7 +26,6 @@ from .conftest import StartWorker
 from .serving import weights, work_until
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 def raising(*_: object) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 def test_load_weights_fits_and_gets_every_tensor_with_its_shape_and_dtype(

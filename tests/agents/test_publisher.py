@@ -23,7 +23,6 @@ from ..broker.raw_agents import Threaded, eventually
 from .conftest import StartWorker
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 @pytest.fixture

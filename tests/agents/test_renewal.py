@@ -18,7 +18,6 @@ from tensorlease.protocol.errors import RefusedError
 from ..broker.raw_agents import Threaded, eventually
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from .conftest import StartWorker
 from .rings import RING
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 TOP = {"w": ((4, 2), (0, 0))}
 BOTTOM = {"w": ((4, 2), (2, 0))}

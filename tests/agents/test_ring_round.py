@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tensorlease.agents.shm import ShmSegment
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 # ---------------------------------------------------------------- what can be sent
 

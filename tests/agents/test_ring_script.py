@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 Change = Callable[[dict[str, "Tensor"]], dict[str, "Tensor"]]
 

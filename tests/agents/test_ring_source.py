@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from tensorlease.agents.placement import Placed
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 # ---------------------------------------------------------------- back-pressure
 

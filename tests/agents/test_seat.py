@@ -15,7 +15,6 @@ from .rings import Start
 from .serving import serving
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 @pytest.fixture

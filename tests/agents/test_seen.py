@@ -39,7 +39,6 @@ def test_a_trainer_that_has_gone_is_forgotten() -> None:
     assert seen.find("b", b"1") is None
 
 
-@pytest.mark.usefixtures("no_thread_left")
 def test_the_same_tensors_again_are_planned_once_and_arrive_each_time(
     broker: Threaded, url: str, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,6 @@ from ..broker.raw_agents import Threaded, eventually
 from ..procs import Spawn, Spawned
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 @pytest.fixture

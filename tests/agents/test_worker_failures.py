@@ -21,7 +21,6 @@ from ..procs import Spawn
 from .serving import weights, work_until
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 # ---------------------------------------------------------------- failures

@@ -12,7 +12,6 @@ from .serving import weights, work_until
 from .stages import Views
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 def raising(*_: object) -> None:

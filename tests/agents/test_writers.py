@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 LIMIT_S = 20.0
 
