@@ -19,7 +19,7 @@ from .copying import Run, as_one
 from .cuda_driver import CudaError, Graph
 from .still_there import StillThere
 
-LANES: Final = 4
+LANES: Final = 8
 """Streams that share the copies."""
 
 
