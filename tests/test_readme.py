@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ import pytest
 
 from tensorlease.broker.settings import load
 from tensorlease.command_table import COMMANDS
+from tensorlease.engines.vllm_plugin import BACKEND
 
 from .documents import ROOT, Command, blocks, broken_links, commands, fences, spans
 
@@ -58,8 +61,12 @@ def test_every_command_that_it_names_exists() -> None:
     named += [span for span in spans(README) if re.match(r"(make|tensorlease|python|pip) ", span)]
     assert len(named) > 8
     for line in named:
-        program, *words = line.split()
-        if program == "make":
+        program, *words = shlex.split(re.sub(r"^[A-Z_]+=\S+ ", "", line))
+        if program == "vllm":
+            assert (
+                json.loads(words[words.index("--weight-transfer-config") + 1])["backend"] == BACKEND
+            )
+        elif program == "make":
             assert f"\n{words[0]}: " in makefile, line
         elif program == "python":
             assert (ROOT / words[0]).is_file(), line
@@ -67,9 +74,13 @@ def test_every_command_that_it_names_exists() -> None:
             assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
         else:
             command = COMMANDS[words[0]].load()
+            if isinstance(command, click.Group):
+                words = words[1:]
+                command = command.commands[words[0]]
             options = {name for option in command.params for name in option.opts}
             ours = words[1 : words.index("--")] if "--" in words else words[1:]
-            assert {word for word in ours if word.startswith("--")} <= options, line
+            given = {word.partition("=")[0] for word in ours if word.startswith("--")}
+            assert given <= options, line
             arguments = [p for p in command.params if isinstance(p, click.Argument)]
             if "--" in words:
                 assert [argument.nargs for argument in arguments] == [-1], line

@@ -61,7 +61,7 @@ def test_times_are_said_as_people_read_them() -> None:
 # ---------------------------------------------------------------- the waits of agents
 
 torch = pytest.importorskip("torch")
-quick = pytest.mark.usefixtures("no_thread_left", "quick_lines")
+quick = pytest.mark.usefixtures("quick_lines")
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ class Report:
     def row(self, what: str, seconds: list[float], more: str = "") -> None:
         spread = f"{min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f}"
         self.rows.append((what, f"{statistics.median(seconds) * 1e3:.1f}", spread, more))
+        print("     ", *self.rows[-1], flush=True)
 
     def end(self) -> int:
         rows = [("way", "median ms", "spread", ""), *self.rows]
