@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
+
+from .examples import EXAMPLES
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,6 +70,17 @@ def _agents() -> str:
     # Not what they are taken for: some objects warn when they are asked.
     agents = [each for each in gc.get_objects() if issubclass(type(each), Agent)]
     return ", ".join(f"{each!r}{' (closed)' if each.closed else ''}" for each in agents)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of the examples."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def example(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return example
 
 
 @pytest.fixture

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,34 +18,12 @@ from tensorlease.commands.bench.gpu_shapes import qwen3
 from tensorlease.demo.model import Model
 from tensorlease.demo.reports import Size
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-LIMIT_S = 100.0
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of the examples."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-
-    def example(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return example
+from .examples import EXAMPLES, LIMIT_S, run_example
 
 
 def colocated(shm: Path, *words: str) -> str:
-    """Runs it; returns what it prints, and leaves no segment behind."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "colocated.py"), *words],
-        env=os.environ | {"TENSORLEASE_SHM_DIR": str(shm)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list(shm.iterdir()) == []
-    return done.stdout
+    """Runs it; returns what it prints."""
+    return run_example("colocated.py", shm, *words)
 
 
 def check(printed: str, workers: int, versions: int, batches: int | None = None) -> None:

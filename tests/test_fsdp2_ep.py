@@ -11,17 +11,15 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from .broker.raw_agents import eventually
+from .examples import EXAMPLES, run_example
 from .procs import spawning
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-LIMIT_S = 100.0
 NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 PHASES = ["sleep level 1", "wake weights", "transfer", "wake KV cache", "scheduling"]
 AFTER_A_FAILURE = {
@@ -34,31 +32,9 @@ AFTER_A_FAILURE = {
 """What an engine can do after it has failed in a phase."""
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of the examples."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-
-    def example(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return example
-
-
 def fsdp2_ep(shm: Path, *words: str) -> str:
-    """Runs it; returns what it prints, and leaves no segment behind."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "fsdp2_ep.py"), *words],
-        env=os.environ | {"TENSORLEASE_SHM_DIR": str(shm)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    assert list(shm.iterdir()) == []
-    return done.stdout
+    """Runs it; returns what it prints."""
+    return run_example("fsdp2_ep.py", shm, *words)
 
 
 def check_both(printed: str, ranks: int, *, killed: bool) -> None:
