@@ -242,13 +242,15 @@ class Intake:
         self._unwanted = self._unwanted_of(copies, self._planned.buffers.values())
 
     def prepared(self) -> None:
-        """The prepare hooks of the round have run: a loader chooses now what is copied.
+        """The prepare hooks of the round have run: what is attached is looked at, or chosen.
 
         Raises:
             TensorleaseError: What is offered cannot be taken in so.
         """
         staging, planned = self._staging, self._planned
         if self._loading is None:
+            if self._attached is not None:
+                self._attached.require_held()
             return
         chosen = self._loading.choose(planned, subset=staging.subset)
         if planned.chosen is not chosen:

@@ -21,7 +21,7 @@ from .pieces import Pieces, Place, boxes_of, mapping_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class Placed(Struct, frozen=True):
@@ -126,16 +126,27 @@ def place(
 
 
 def pairs_of(named_tensors: object) -> list[tuple[str, torch.Tensor]]:
-    """Returns names and tensors; raises `ConfigError` for what has none, a module say."""
+    """Returns names and tensors; raises `ConfigError` for what has none."""
+    if isinstance(named_tensors, torch.nn.Module):
+        return list(tensors_of(named_tensors).items())
     given = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     if isinstance(given, Iterable) and not isinstance(given, torch.Tensor | str):
         pairs = list(given)
         if all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
             return [(name, tensor) for name, tensor in pairs]
     raise ConfigError(
-        f"a {type(named_tensors).__name__} is no names and tensors: give a dict, or"
-        " model.named_parameters()"
+        f"a {type(named_tensors).__name__} is no names and tensors: give a model, or a dict of them"
     )
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns a model's parameters, and the buffers that its state has, by each of their names."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
 
 
 def check_tensor_name(name: object, error: type[TensorError]) -> None:

@@ -12,6 +12,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from math import prod
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -101,6 +102,7 @@ class RecordedLoad:
         *,
         layer_of: Callable[[str], str] | None = None,
     ) -> None:
+        _warm_up()
         self._load_weights = load_weights
         self._model = parameters if isinstance(parameters, torch.nn.Module) else None
         self._parameters = _parameters_of(parameters)
@@ -260,6 +262,14 @@ class RecordedLoad:
             f": {shown}" if shown else "",
             more,
         )
+
+
+@cache
+def _warm_up() -> None:
+    """Has torch import what it watches operations with: for that no round should have to wait."""
+    tensor = torch.zeros(1)
+    with torch.inference_mode(False), Recorder(lambda: ()).watching():
+        tensor.data.copy_(tensor)
 
 
 def _parameters_of(given: WrittenTo) -> Parameters:

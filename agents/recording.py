@@ -210,6 +210,16 @@ class Recorder:
         else:
             self._read = out, names
 
+    def require_apart(self, written: Iterable[torch.Tensor]) -> None:
+        """Raises if something is to be written to a trainer's memory: others read what is there."""
+        for tensor in written:
+            memory = self._memories.get(_key(tensor))
+            if memory is not None and memory.source is not None and memory.lent:
+                raise RuntimeError(
+                    f"the loader writes to {memory.source} in place, which is the trainer's memory:"
+                    " clone it first"
+                )
+
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Notes what one operation, that was done, has moved; raises nothing."""
         op = str(func._schema.name)
@@ -486,6 +496,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.inplace_view not in func.tags:
+            self._recorder.require_apart(_written(func, args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         with torch.no_grad(), torch._C.DisableTorchFunction():
             self._recorder.operation(func, args, kwargs or {}, out)

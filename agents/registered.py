@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from ..protocol.errors import ConfigError, DeadlineError
 from ..protocol.records import Distribution
 from .agent import Agent
@@ -16,6 +18,7 @@ from .shadow import Dtypes
 from .sharing import Share, ways_of
 from .source import RegisteredBuffers
 from .trainer_core import TrainerCore
+from .unmoved import HeldModel
 from .waiting import seconds
 
 
@@ -47,7 +50,8 @@ class RegisteredSource(Agent[TrainerCore]):
         they may be written again as soon as `publish_nowait` has returned.
 
         Args:
-            named_tensors: Names and tensors; DTensors say their region themselves.
+            named_tensors: A model, or names and tensors; DTensors say their region themselves. That
+                a model has been given another parameter is noticed at each publish.
             regions: For plain tensors that are pieces: global shape and start, or `RowBlocks`.
             dtype: What workers are to get: a dtype, or a dict or a function of names, of which
                 what is lacking (None) keeps its own. Floating becomes floating, complex complex,
@@ -72,8 +76,8 @@ class RegisteredSource(Agent[TrainerCore]):
         placed = place(pairs, regions, ExportError)
         if not placed:
             raise ConfigError(
-                f"no tensors were given to register with {self!r}: give a dict of names and tensors, or"
-                " model.named_parameters()"
+                f"no tensors were given to register with {self!r}: give a model, or a dict of names and"
+                " tensors"
             )
         with self._connection.mutex:
             self._registry.require_new(placed)
@@ -82,6 +86,8 @@ class RegisteredSource(Agent[TrainerCore]):
         buffers, body = self._registry.move(
             pairs, regions, dtype, shadow, share, placed, self._max_body()
         )
+        if isinstance(named_tensors, torch.nn.Module):
+            buffers.model = HeldModel(named_tensors)
         with self._connection.acting():
             # Closed meanwhile, by another thread: nobody else would close these.
             if not self._closing:

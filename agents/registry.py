@@ -249,6 +249,7 @@ class Registry:
     def check(self) -> None:
         """Raises `ExportError` for a tensor that is not where it was registered any more."""
         for buffers in self._staying():
+            buffers.require_held()
             buffers.check()
 
     @contextmanager

@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import torch
 from msgspec import Struct, field
+from torch.nn import Module
 
 from ..protocol.errors import ConfigError
 from ..protocol.handles import Handle
@@ -25,6 +26,7 @@ from .nearest import nearest
 from .overlaps import require_apart
 from .pieces import Pieces
 from .placement import NamedTensors, Placed, check_tensor_name, place
+from .unmoved import HeldModel
 
 MAX_NEAREST: Final = 3
 """Names that are lacking, for which the nearest one that is offered is looked for."""
@@ -68,7 +70,8 @@ class AttachedTensors:
         """Takes the tensors as they are: they may be views, transposed, or parameters.
 
         Args:
-            named_tensors: Names and tensors to write to; DTensors say their region themselves.
+            named_tensors: A model, or names and tensors to write to; DTensors say their region
+                themselves.
             regions: For plain tensors that are pieces of larger ones: global shape and start, or
                 `RowBlocks`.
             rename: The channel's name for each own name; a name that a mapping lacks stays.
@@ -81,6 +84,7 @@ class AttachedTensors:
         """
         if cast not in (None, "worker"):
             raise ConfigError(f"cast {cast!r}: must be 'worker', or None for no conversion")
+        self._model = HeldModel(named_tensors) if isinstance(named_tensors, Module) else None
         self.strict: Final = strict
         self.cast: Final = cast
         self._wants: Final[list[Want]] = []
@@ -121,6 +125,15 @@ class AttachedTensors:
     def wants(self) -> Sequence[Want]:
         """What is wanted, tied tensors once."""
         return self._wants
+
+    def require_held(self) -> None:
+        """Raises `AttachError`, naming the tensor, if the model that was given has another by now."""
+        if self._model is not None and (name := self._model.replaced()):
+            raise AttachError(
+                name,
+                "is another tensor in the model since it was attached (load_state_dict(assign=True),"
+                " or a new nn.Parameter): write to it in place, or make a worker for the model anew",
+            )
 
     def plan(
         self,

@@ -27,7 +27,7 @@ from .memory import ExportedMemory, MemoryKind
 from .pieces import Pieces
 from .placement import NamedTensors, Placed, holds_pieces, place
 from .sharing import way_of
-from .unmoved import Unmoved
+from .unmoved import HeldModel, Unmoved
 
 if TYPE_CHECKING:
     from .cuda import CudaMemory
@@ -69,6 +69,8 @@ class RegisteredBuffers:
         self.names: Final = tuple(dict.fromkeys(tensor.name for tensor in placed))
         self.pieces: Final = holds_pieces(placed)
         """Whether any tensor is less than the whole of its global shape."""
+        self.model: HeldModel | None = None
+        """The model that the tensors are of, if one was given."""
         self.closed = False
         """Whether `close` was called: nobody can map them any more."""
         self._placed = placed
@@ -130,6 +132,15 @@ class RegisteredBuffers:
         handles = [buffer.handle for buffer in self.buffers if buffer.handle is not None]
         return tuple(sorted({way_of(handle, self.shadows) for handle in handles}))
 
+    def require_held(self) -> None:
+        """Raises `ExportError`, naming the tensor, if the model has another one by now."""
+        if self.model is not None and (name := self.model.replaced()):
+            raise ExportError(
+                name,
+                "is another tensor in the model by now (load_state_dict(assign=True), or a new"
+                " nn.Parameter): write to it in place, or close these buffers and register again",
+            )
+
     def check(self) -> None:
         """Raises `ExportError`, naming the tensor, if what workers would read is not the tensor.
 
@@ -189,7 +200,7 @@ class RegisteredBuffers:
         """
         self.closed = True
         _registered.discard(self)
-        self._places, self._distributed, self._unmoved = [], [], None
+        self._places, self._distributed, self._unmoved, self.model = [], [], None, None
         for memory in self._memory:
             memory.free()
 

@@ -16,6 +16,8 @@ from typing import Final, ParamSpec, TypeVar
 
 import torch
 
+from .placement import tensors_of
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -124,6 +126,47 @@ class Unmoved:
         return list(map(_STORED, map(_STORAGE, self._storages_of)))
 
 
+class _Parts:
+    """What each module of a model has, by name, as it is now."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._held = self._look()
+
+    def same(self) -> bool:
+        """Whether they have the very same."""
+        held = self._look()
+        return len(held) == len(self._held) and all(map(is_, held, self._held))
+
+    def _look(self) -> list[object]:
+        parts: list[dict[str, object]] = [*chain.from_iterable(map(_PARTS, self._modules))]
+        return [*chain.from_iterable(parts), *chain.from_iterable(map(dict.values, parts))]
+
+
+class HeldModel:
+    """A model, and which tensors it has, by their names.
+
+    Args:
+        model: It. Others hold the tensors; this sees when it has others.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._parts = _Parts(model)
+        self._tensors = tensors_of(model)
+
+    def replaced(self) -> str:
+        """Returns the name of a tensor that it has no more, or another one of; empty: of none."""
+        if self._parts.same():
+            return ""
+        now = tensors_of(self._model)
+        for name, tensor in self._tensors.items():
+            if now.get(name) is not tensor:
+                return name
+        self._parts = _Parts(self._model)
+        return ""
+
+
 class UnmovedModel:
     """A model's parameters and buffers, with their names and places of now.
 
@@ -132,18 +175,9 @@ class UnmovedModel:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._held = self._look()
-        held = [*model.parameters(), *model.buffers()]
-        self._lie = Unmoved(held)
+        self._parts = _Parts(model)
+        self._lie = Unmoved([*model.parameters(), *model.buffers()])
 
     def holds(self) -> bool:
         """Whether it has the same ones, where they lay. No for some that are the same, too."""
-        held = self._look()
-        same = len(held) == len(self._held) and all(map(is_, held, self._held))
-        return same and self._lie.holds()
-
-    def _look(self) -> list[object]:
-        """Returns what each module of it has, by name."""
-        parts: list[dict[str, object]] = [*chain.from_iterable(map(_PARTS, self._modules))]
-        return [*chain.from_iterable(parts), *chain.from_iterable(map(dict.values, parts))]
+        return self._parts.same() and self._lie.holds()

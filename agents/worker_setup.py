@@ -70,7 +70,8 @@ class WorkerSetup(Agent[WorkerCore]):
         """Sets the tensors that versions are written to, in place, and joins the channel.
 
         Args:
-            named_tensors: Names and tensors; DTensors say their region themselves.
+            named_tensors: A model, or names and tensors; DTensors say their region themselves. That
+                a model has been given another parameter is noticed in each round.
             regions: For plain tensors that are pieces: global shape and start, or `RowBlocks`.
             rename: The channel's name for each own name; a name that a mapping lacks stays.
             strict: Whether a tensor that nobody offers keeps the worker out of rounds.
@@ -93,7 +94,7 @@ class WorkerSetup(Agent[WorkerCore]):
         tensors = AttachedTensors(named_tensors, regions, rename, strict, cast)
         if not tensors.names:
             raise ConfigError(
-                f"no tensors were given to attach to {self!r}: give names and tensors"
+                f"no tensors were given to attach to {self!r}: give a model, or names and tensors"
             )
         groups = groups_of(together)
         for name in groups:

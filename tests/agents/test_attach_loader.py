@@ -434,3 +434,30 @@ def test_a_new_name_in_a_ring_of_an_engine_that_leads_its_loads_itself(
             require_equal(model.state(), expected(2))
         else:
             assert torch.equal(model.weights["norm"], checkpoint(2)["norm"].bfloat16())
+
+
+def test_a_loader_that_writes_to_what_it_is_given_is_refused_and_the_trainers_memory_is_as_it_was(
+    url: str, broker: Threaded, worker: WorkerAgent
+) -> None:
+    model = torch.nn.Linear(3, 2, bias=False).requires_grad_(False)
+    clones = False
+
+    def load_weights(weights: Any) -> None:
+        for name, weight in weights:
+            weight.unsqueeze_(0).squeeze_(0)  # Nothing is written.
+            given = weight.clone() if clones else weight
+            given.mul_(2)
+            model.get_parameter(name).copy_(given)
+
+    worker.attach_loader(load_weights, model)
+    values = torch.ones(2, 3)
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register({"weight": values})
+        result = publish(trainer, worker, 1)
+        assert not result.ok
+        assert "LoadError: load_weights failed at weight" in result.reason
+        assert "writes to weight in place, which is the trainer's memory: clone it" in result.reason
+        assert values.eq(1).all()
+        clones = True
+        assert publish(trainer, worker, 2).ok
+    assert model.weight.eq(2).all()

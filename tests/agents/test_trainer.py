@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from tensorlease.protocol.records import Distribution, Fate, Outcome
 from .. import procs
 from ..broker.raw_agents import Threaded, eventually
 from ..procs import Spawn, Spawned
+from .serving import serving
 
 torch = pytest.importorskip("torch")
 
@@ -498,3 +500,35 @@ def test_leased_buffers_are_not_taken_back(
     assert refused.value.code == "leased"
     go_on.set()
     assert handle.result(10.0).ok
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_a_model_that_was_given_another_parameter_is_not_published_as_it_was(
+    broker: Threaded, url: str, worker: WorkerAgent, shadow: bool
+) -> None:
+    def model(value: float) -> Any:
+        made = torch.nn.Linear(3, 2).requires_grad_(False)
+        made.weight.fill_(value)
+        return made
+
+    ours, theirs = model(1.0), model(0.0)
+    worker.attach(theirs)
+    with TrainerAgent("policy", endpoint=url) as trainer, serving(worker):
+        buffers = trainer.register(ours, shadow=shadow)
+        trainer.wait_ready()
+        assert trainer.publish(1).ok
+        ours.load_state_dict(model(2.0).state_dict(), assign=True)
+        with pytest.raises(ExportError, match="'weight' is another tensor in the model by now"):
+            trainer.publish(2)
+        trainer.unregister(buffers)
+        trainer.register(ours, shadow=shadow)
+        trainer.wait_ready()
+        assert trainer.publish(2).ok
+        assert theirs.weight.eq(2.0).all()
+        written, theirs.weight = theirs.weight, model(0.0).weight
+        failed = trainer.publish(3)
+        assert "AttachError: tensor 'weight' is another tensor in the model since" in failed.reason
+        assert "torn" not in failed.reason
+        theirs.weight = written
+        trainer.wait_ready()
+        assert trainer.publish(4).ok

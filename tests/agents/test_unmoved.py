@@ -11,7 +11,8 @@ from torch import nn
 
 from tensorlease.agents import unmoved
 from tensorlease.agents.recorded import RecordedLoad
-from tensorlease.agents.unmoved import Unmoved, UnmovedModel
+from tensorlease.agents.placement import tensors_of
+from tensorlease.agents.unmoved import HeldModel, Unmoved, UnmovedModel
 
 CAN_GUARD = unmoved._can_guard.__wrapped__
 
@@ -234,6 +235,34 @@ def test_a_load_that_was_recorded_of_a_model_is_repeated_until_that_changes(
     same = change in (other_parameter, other_layer)
     assert (recorded.begin() is not None) == same
     recorded.abandon()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_of_a_model_that_has_another_tensor_its_name_is_said(change: Callable[[Any], None]) -> None:
+    made = model()
+    held = HeldModel(made)
+    assert held.replaced() == ""
+    change(made)
+    name = {other_parameter: "0.weight", other_buffer: "1.running_mean", one_less: "0.bias"}
+    name[another_name] = "0.bias"
+    # Where the same tensor lies is not looked at here; and what is new is not asked for.
+    for _ in range(2):
+        assert held.replaced() == name.get(change, "")
+
+
+def test_tensors_that_a_model_has_twice_are_held_by_both_names_and_those_that_are_not_kept_are_not() -> (
+    None
+):
+    made: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    made[1].weight = made[0].weight
+    made[0].register_buffer("kept", torch.zeros(1))
+    made[0].register_buffer("passing", torch.zeros(1), persistent=False)
+    assert [*tensors_of(made)] == ["0.weight", "1.weight", "0.kept"]
+    held = HeldModel(made)
+    made[0].passing = torch.ones(1)
+    assert held.replaced() == ""
+    made[1].weight = nn.Parameter(torch.zeros(2, 2))
+    assert held.replaced() == "1.weight"
 
 
 def test_a_model_with_a_parameter_that_lies_nowhere_is_looked_at_by_its_parameters() -> None:
