@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tensorlease.agents import unmoved
-from tensorlease.agents.recorded import RecordedLoad
 from tensorlease.agents.placement import tensors_of
+from tensorlease.agents.recorded import RecordedLoad
 from tensorlease.agents.unmoved import HeldModel, Unmoved, UnmovedModel
 
 CAN_GUARD = unmoved._can_guard.__wrapped__
