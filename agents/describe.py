@@ -98,7 +98,7 @@ def describe_call(
         ranks = "" if world_size == 1 else f" (each of the {world_size} ranks has to publish it)"
         return f"not admitted yet{ranks}; replicas: {describe_replicas(states)}"
     if handle.stuck:
-        return ", ".join(map(keeps, handle.stuck))
+        return ", ".join(keeps(holder, handle.finished.reached) for holder in handle.stuck)
     left = readers(call, handle, states)
     names = ", ".join(f"{r.replica}/{r.member} (pid {r.processes[0].pid})" for r in left)
     several = len(left) > 1

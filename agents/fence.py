@@ -31,7 +31,7 @@ from .core import Effect
 from .describe import readers
 from .discovery import one_line
 from .guard import Guard, Steps, unguarded
-from .holders import name_of
+from .holders import keeps, name_of
 from .registry import Registry
 from .results import RoundHandle, RoundResult, StillLeasedError
 from .span import Span
@@ -309,15 +309,14 @@ class Fenced(Agent[TrainerCore]):
 
     def _reads(self, call: Call) -> str:
         handle = self._handles.get(call.call)
-        holders = self._holders(call)
-        names = ", ".join(map(name_of, holders))
+        if handle is not None and handle.stuck:
+            kept = ", ".join(keeps(holder, handle.finished.reached) for holder in handle.stuck)
+            return f"may still be read: {kept}"
+        names = ", ".join(map(name_of, self._holders(call)))
         if not names and call.receivers is not None:
             return "is not released yet by the broker"
         if not names:
             return "is not admitted yet, and its receivers may come to read"
-        if handle is not None and handle.stuck:
-            silent = all(holder.readers is None for holder in holders)
-            return f"is kept by {names}{', which is silent' if silent else ''}"
         return f"may still be read by {names}"
 
     @contextmanager

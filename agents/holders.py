@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..protocol.records import Holder
+
+if TYPE_CHECKING:
+    from .results import RoundResult
 
 
 def name_of(holder: Holder) -> str:
@@ -15,7 +20,10 @@ def name_of(holder: Holder) -> str:
     return f"{who}, which has ended: {which} may still be reading for it)"
 
 
-def keeps(holder: Holder) -> str:
-    """Says why it keeps what it holds."""
-    silent = "is silent and " if holder.readers is None else ""
-    return f"{name_of(holder)} {silent}keeps its lease"
+def keeps(holder: Holder, result: RoundResult | None) -> str:
+    """Says that it keeps what it holds, and why it is out of the round, if that has ended."""
+    outcome = None if result is None else result.receivers.get(f"{holder.replica}/{holder.member}")
+    said = f"{name_of(holder)} keeps its lease"
+    if outcome is None or outcome.pid != holder.pid or not outcome.reason:
+        return said
+    return f"{said}: {outcome.reason}"

@@ -83,11 +83,19 @@ def test_who_has_committed_by_the_result_is_not_named_and_nobody_is_in_its_place
     assert readers(call(A, held=True), ended, BEFORE) == []
 
 
-def test_who_keeps_a_lease_by_the_brokers_word_is_the_only_one_named() -> None:
+def test_who_keeps_a_lease_by_the_brokers_word_is_the_only_one_named_and_why_by_the_result() -> (
+    None
+):
     stuck = handle()
     stuck.note_stuck(0, [Holder(B.instance, "b", 0, 200)])
     said = describe_call(call(A, B, held=True), stuck, BEFORE, 1)
-    assert said == "b/0 (pid 200) is silent and keeps its lease"
+    assert said == "b/0 (pid 200) keeps its lease"
+    result = ReceiverResult(B.instance, "b", 0, 200, Fate.STUCK, reason="on_stage kept views")
+    stuck.finished.reach(
+        RoundResult(records.RoundResult("g", 1, VERSION, Outcome.FAILED, "", [], [result]))
+    )
+    said = describe_call(call(A, B, held=True), stuck, BEFORE, 1)
+    assert said == "b/0 (pid 200) keeps its lease: on_stage kept views"
 
 
 @pytest.mark.parametrize(("pids", "who"), [([], "others"), ([7], "pid 7"), ([7, 8], "pids 7, 8")])

@@ -243,8 +243,12 @@ def test_of_a_model_that_has_another_tensor_its_name_is_said(change: Callable[[A
     held = HeldModel(made)
     assert held.replaced() == ""
     change(made)
-    name = {other_parameter: "0.weight", other_buffer: "1.running_mean", one_less: "0.bias"}
-    name[another_name] = "0.bias"
+    name: dict[Callable[[Any], None], str] = {
+        other_parameter: "0.weight",
+        other_buffer: "1.running_mean",
+        one_less: "0.bias",
+        another_name: "0.bias",
+    }
     # Where the same tensor lies is not looked at here; and what is new is not asked for.
     for _ in range(2):
         assert held.replaced() == name.get(change, "")
