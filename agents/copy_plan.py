@@ -24,8 +24,7 @@ from .casting import convert, parts_of
 from .copying import Run, Runs, as_one
 from .errors import AttachError, CoverageError, MappingError, VerifyError
 from .memory import MappedMemory
-from .overlaps import span_of
-from .placement import Placed
+from .placement import Placed, text_of
 from .unmoved import Unmoved
 
 if TYPE_CHECKING:
@@ -411,17 +410,15 @@ def _check_unchanged(want: Want) -> None:
     """Raises `AttachError` if writing by the plan would miss the tensor, or hit something else."""
     placed = want.placed
     tensor = placed.tensor
-    dtype = str(tensor.dtype).removeprefix("torch.")
     if (
-        tuple(tensor.shape) != placed.local_shape
-        or dtype != placed.dtype
+        not placed.is_as_given
         or tensor.device != placed.device
         or placed.contiguous != placed.box().is_contiguous()
         or placed.left_behind
     ):
         raise AttachError(
             placed.name,
-            f"was replaced since it was attached (now {dtype} of shape {tuple(tensor.shape)} on"
+            f"was replaced since it was attached (now {text_of(tensor)} on"
             f" {tensor.device}, then {placed.dtype} of {placed.local_shape} on {placed.device}):"
             " attach the tensors that the engine uses now",
         )
@@ -432,14 +429,11 @@ def _check_unchanged(want: Want) -> None:
             " would be written where nobody looks: attach views of the tensors that the engine"
             " uses now",
         )
-    if not placed.nbytes:
-        return
-    storage = tensor.untyped_storage()
-    if span_of(placed).end > storage.data_ptr() + storage.nbytes():
+    if not placed.has_memory:
         raise AttachError(
             placed.name,
-            f"has lost its memory since it was attached ({storage.nbytes()} bytes are left of its"
-            " storage): give it back before versions arrive, in on_prepare say",
+            f"has lost its memory since it was attached ({tensor.untyped_storage().nbytes()} bytes"
+            " are left of its storage): give it back before versions arrive, in on_prepare say",
         )
 
 
