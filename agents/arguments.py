@@ -24,10 +24,12 @@ from .process import this_host, this_process
 if TYPE_CHECKING:
     import torch
 
-_GPU: Final = re.compile(r"cuda(?::(\d+))?")
+_GPU: Final = re.compile(r"cuda(?::([0-9]{1,4}))?")
 _UUID: Final = re.compile(
     r"(?:GPU-|MIG-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re.IGNORECASE
 )
+
+_SAY_WHICH: Final = "give its number here, as in 'cuda:0', or its UUID, as `nvidia-smi -L` lists it"
 
 
 class RoundOptions(TypedDict, total=False):
@@ -108,14 +110,17 @@ def label_of(device: str | torch.device) -> str:
     """Returns what a device is called in every process: a GPU by its UUID, since its number differs.
 
     Raises:
-        ConfigError: It is a GPU that there is not.
+        ConfigError: It is a GPU that there is not, or no device at all.
     """
-    name = str(device)
+    name = _named(device)
     if name == "cpu":
         return "cpu:0"
     if (uuid := _UUID.fullmatch(name)) is not None:  # As nvidia-smi writes it, or as here.
         return uuid[1].lower()
-    if (gpu := _GPU.fullmatch(name)) is None:
+    gpu = _GPU.fullmatch(name)
+    if gpu is None and name.startswith("cuda:"):
+        raise ConfigError(f"device {name[:64]!r} is no GPU: {_SAY_WHICH}")
+    if gpu is None:
         return name
     from .cuda_driver import CudaError, uuid_of
 
@@ -123,9 +128,18 @@ def label_of(device: str | torch.device) -> str:
         return uuid_of(_current() if gpu[1] is None else int(gpu[1]))
     except CudaError as error:
         raise ConfigError(
-            f"device {name!r} is no GPU that this process sees ({error}): give its number here, or its"
-            " UUID, as `nvidia-smi -L` lists it"
+            f"device {name!r} is no GPU that this process sees ({error}): {_SAY_WHICH}"
         ) from None
+
+
+def _named(device: object) -> str:
+    if isinstance(device, str):
+        return device
+    import torch
+
+    if isinstance(device, torch.device):
+        return str(device)
+    raise ConfigError(f"device {device!r}: must be a text, 'cuda:0' say, or a torch.device")
 
 
 def _current() -> int:

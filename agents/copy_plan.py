@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
 from torch.autograd.graph import increment_version
 
 from ..protocol.dtypes import ITEM_SIZES
@@ -24,8 +24,7 @@ from .casting import convert, parts_of
 from .copying import Run, Runs, as_one
 from .errors import AttachError, CoverageError, MappingError, VerifyError
 from .memory import MappedMemory
-from .overlaps import span_of
-from .placement import Placed
+from .placement import Placed, text_of
 from .unmoved import Unmoved
 
 if TYPE_CHECKING:
@@ -51,11 +50,15 @@ class Want(Struct, eq=False):
     view_at: int | None = None
     """Where it lay when it was attached, if it was a view of a tensor: for as long as it lies there,
     it must share memory with that."""
+    tied: list[Placed] = field(default_factory=list)
+    """Others that lie at the same place, which must go on lying there: they are not written."""
 
     @property
     def is_watched(self) -> bool:
         """Whether it belongs to another tensor, which may go to other memory without it."""
-        return self.view_at is not None or self.placed.distributed is not None
+        return self.view_at is not None or any(
+            each.distributed is not None for each in (self.placed, *self.tied)
+        )
 
     @property
     def region(self) -> Region:
@@ -298,11 +301,12 @@ class CopyPlan:
             for place, number in enumerate(taken)
             for step in self._steps[source, number]
         ]
-        for want in {id(step.want): step.want for step, _ in chosen}.values():
+        every = list({id(step.want): step.want for step, _ in chosen}.values())
+        for want in every:
             _check_unchanged(want)
         wants = list({id(step.want.placed.tensor): step.want for step, _ in chosen}.values())
         tensors = [want.placed.tensor for want in wants]
-        lying = _Lying(wants)
+        lying = _Lying(every)
         # Those of inference mode count no versions.
         counted = [tensor for tensor in tensors if not tensor.is_inference()]
         # By the ordinal of the GPU that copies; None: the processor does.
@@ -384,8 +388,12 @@ class _Lying:
     """
 
     def __init__(self, wants: Sequence[Want]) -> None:
-        own = [want.placed.tensor for want in wants if want.placed.own]
-        self._unmoved = Unmoved([w.placed.tensor for w in wants if not w.placed.own], own)
+        placed = [each for want in wants for each in (want.placed, *want.tied)]
+        tensors, own = (
+            list({id(each.tensor): each.tensor for each in placed if each.own is mine}.values())
+            for mine in (False, True)
+        )
+        self._unmoved = Unmoved(tensors, own)
         # Those that belong to another tensor.
         self._watched = [want for want in wants if want.is_watched]
         self._strayed = self._look_at_watched()
@@ -395,7 +403,10 @@ class _Lying:
         return self._unmoved.holds() and self._look_at_watched() == self._strayed
 
     def _look_at_watched(self) -> list[tuple[bool, bool]]:
-        return [(want.placed.left_behind, _lost_its_base(want)) for want in self._watched]
+        return [
+            (any(each.left_behind for each in (want.placed, *want.tied)), _lost_its_base(want))
+            for want in self._watched
+        ]
 
 
 def _count_change(tensors: list[torch.Tensor]) -> None:
@@ -411,17 +422,15 @@ def _check_unchanged(want: Want) -> None:
     """Raises `AttachError` if writing by the plan would miss the tensor, or hit something else."""
     placed = want.placed
     tensor = placed.tensor
-    dtype = str(tensor.dtype).removeprefix("torch.")
     if (
-        tuple(tensor.shape) != placed.local_shape
-        or dtype != placed.dtype
+        not placed.is_as_given
         or tensor.device != placed.device
         or placed.contiguous != placed.box().is_contiguous()
         or placed.left_behind
     ):
         raise AttachError(
             placed.name,
-            f"was replaced since it was attached (now {dtype} of shape {tuple(tensor.shape)} on"
+            f"was replaced since it was attached (now {text_of(tensor)} on"
             f" {tensor.device}, then {placed.dtype} of {placed.local_shape} on {placed.device}):"
             " attach the tensors that the engine uses now",
         )
@@ -432,15 +441,20 @@ def _check_unchanged(want: Want) -> None:
             " would be written where nobody looks: attach views of the tensors that the engine"
             " uses now",
         )
-    if not placed.nbytes:
-        return
-    storage = tensor.untyped_storage()
-    if span_of(placed).end > storage.data_ptr() + storage.nbytes():
+    if not placed.has_memory:
         raise AttachError(
             placed.name,
-            f"has lost its memory since it was attached ({storage.nbytes()} bytes are left of its"
-            " storage): give it back before versions arrive, in on_prepare say",
+            f"has lost its memory since it was attached ({tensor.untyped_storage().nbytes()} bytes"
+            " are left of its storage): give it back before versions arrive, in on_prepare say",
         )
+    for other in want.tied:
+        same = (other.address, other.tensor.stride()) == (placed.address, tensor.stride())
+        if other.left_behind or not (same and other.is_as_given):
+            raise AttachError(
+                other.name,
+                f"was one tensor with {placed.name!r} when it was attached and is none any more:"
+                " attach the tensors that the engine uses now",
+            )
 
 
 def _lane(ordinal: int, runs: list[Run], boxes: list[tuple[Step, int]]) -> _Lane:

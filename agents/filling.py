@@ -24,10 +24,21 @@ _MASTERS: Final = ("float64", "float32", "bfloat16", "float16")
 without their scales, and are left as they are."""
 
 
+def check_memory(placed: Placed) -> None:
+    """Raises `ExportError` for a tensor whose storage was shrunk under it."""
+    if not placed.has_memory:
+        raise ExportError(
+            placed.name,
+            f"has lost its memory ({placed.tensor.untyped_storage().nbytes()} bytes are left of its"
+            " storage), as FSDP takes it between steps: give it back before",
+        )
+
+
 def check_sendable(placed: Placed) -> None:
     """Raises `ExportError` for a tensor that a trainer cannot send, though it has plain memory."""
     if not placed.nbytes:
         return
+    check_memory(placed)
     received = process_mappings().owner_of(placed.tensor.data_ptr())
     if received is not None:
         raise ExportError(

@@ -75,11 +75,33 @@ class Placed(Struct, frozen=True):
 
     @property
     def left_behind(self) -> bool:
-        """Whether its DTensor has another local tensor by now, so that nobody looks at this one."""
+        """Whether its DTensor looks elsewhere by now, or otherwise, so that nobody looks at this one."""
         if self.distributed is None:
             return False
         with torch.no_grad():
-            return self.distributed.to_local().data_ptr() != self.tensor.data_ptr()
+            local = self.distributed.to_local()
+        return local is not self.tensor and _look_of(local) != _look_of(self.tensor)
+
+    @property
+    def is_as_given(self) -> bool:
+        """Whether its tensor has the dtype and shape that it had, and is plain memory, anywhere."""
+        tensor = self.tensor
+        return (
+            str(tensor.dtype) == f"torch.{self.dtype}"
+            and tuple(tensor.shape) == self.local_shape
+            and not (tensor.is_conj() or tensor.is_neg())
+            and not _is_wrapper(tensor)
+        )
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether its tensor's storage has all that it looks at: one may be shrunk under it."""
+        tensor = self.tensor
+        if not tensor.numel():
+            return True
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = tensor.storage_offset() + sum((length - 1) * step for length, step in steps)
+        return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
     def box(self) -> torch.Tensor:
         """Returns the box as a tensor, of shape `region.length`, which has no part in autograd."""
@@ -216,15 +238,14 @@ def place_one(
 
 def _check_kind(name: str, tensor: torch.Tensor, error: type[TensorError]) -> str:
     """Returns the dtype's name; raises `error` unless the tensor is plain strided memory."""
-    kind = type(tensor)
     if tensor.is_meta:
         raise error(name, "is on the meta device and has no bytes: load or initialise it first")
     # A class of its own dispatch keeps its bytes elsewhere (several tensors, or none at all).
     # One that only overrides functions, as engines' parameters do, is plain memory.
-    if _dispatch_of(kind) is not _dispatch_of(torch.Tensor):
+    if _is_wrapper(tensor):
         raise error(
             name,
-            f"is a {kind.__name__}, whose memory is not its own: give its inner tensors, each"
+            f"is a {type(tensor).__name__}, whose memory is not its own: give its inner tensors, each"
             " under a name",
         )
     if tensor.is_quantized:
@@ -245,8 +266,28 @@ def _check_kind(name: str, tensor: torch.Tensor, error: type[TensorError]) -> st
     return dtype
 
 
+def text_of(tensor: torch.Tensor) -> str:
+    """Returns what a tensor is, for a message that says what it is no more."""
+    kind = f" in a {type(tensor).__name__}" if _is_wrapper(tensor) else ""
+    lazily = ", conjugated or negated lazily" if tensor.is_conj() or tensor.is_neg() else ""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} of shape {tuple(tensor.shape)}{kind}{lazily}"
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return _dispatch_of(type(tensor)) is not _dispatch_of(torch.Tensor)
+
+
 def _dispatch_of(kind: type[torch.Tensor]) -> object:
     return getattr(kind, "__torch_dispatch__", None)
+
+
+def _look_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Returns where a tensor lies, and all that says which values it has there."""
+    address = tensor.data_ptr() if tensor.numel() else None
+    steps = None if tensor.is_contiguous() else tensor.stride()
+    lazily = (tensor.is_conj(), tensor.is_neg())
+    return (address, tensor.dtype, tensor.shape, steps, lazily)
 
 
 def _as_dtensor(tensor: torch.Tensor) -> DTensor | None:

@@ -19,10 +19,12 @@ from ..protocol.tables import Buffer, TensorEntry
 from .casting import convert, meant, why_not
 from .copying import Run, copy_runs
 from .errors import ExportError
+from .filling import check_memory
 from .memory import ExportedMemory, MemoryKind
 from .pieces import Pieces
-from .placement import NamedTensors, Placed, place
+from .placement import NamedTensors, Placed, place, text_of
 from .source import Gpu, RegisteredBuffers, allocate_for, check_own, empty_buffer, entry_of, pack
+from .unmoved import Unmoved
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype] | Callable[[str], torch.dtype | None]
 """The dtype of all tensors, or of each by its name; what a mapping lacks, or a function returns
@@ -85,6 +87,9 @@ class ShadowBuffers(RegisteredBuffers):
         Its data may be replaced by other data of its shape and dtype, on any device; tied tensors
         must go on being tied.
         """
+        if self._are_unmoved():
+            self._check_memory()
+            return
         for copied in self._copied:
             _check_as_placed(copied.placed)
             for other in copied.tied:
@@ -95,7 +100,20 @@ class ShadowBuffers(RegisteredBuffers):
                         f"was one tensor with {copied.placed.name!r} when it was registered and is"
                         " none any more: close these buffers and register again",
                     )
+        for empty in self._empty:
+            _check_as_placed(empty)
         self._check_memory()
+        given = {id(each.tensor): each.tensor for each in self._placed if each.nbytes}
+        self._unmoved = Unmoved(list(given.values()))
+
+    def _are_unmoved(self) -> bool:
+        """Whether the originals are as they were when they were looked at one by one."""
+        return (
+            self._unmoved is not None
+            and not any(each.left_behind for each in self._distributed)
+            and all(each.is_as_given for each in self._empty)
+            and self._unmoved.holds()
+        )
 
     def fill(self) -> None:
         """Copies every original into its shadow, converting it where the dtypes differ.
@@ -297,15 +315,13 @@ def _lies_at(placed: Placed) -> tuple[object, ...]:
 
 
 def _check_as_placed(placed: Placed) -> None:
-    tensor = placed.tensor
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    here = (dtype, tuple(tensor.shape), placed.left_behind)
-    if here != (placed.dtype, placed.local_shape, False):
+    if placed.left_behind or not placed.is_as_given:
         raise ExportError(
             placed.name,
-            f"was replaced since it was registered (now {dtype} of shape {tuple(tensor.shape)},"
+            f"was replaced since it was registered (now {text_of(placed.tensor)},"
             f" then {placed.dtype} of {placed.local_shape}): close these buffers and register again",
         )
+    check_memory(placed)
 
 
 def _tensor_in(segment: ExportedMemory, offset: int, copied: _Copied) -> torch.Tensor:

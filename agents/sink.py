@@ -107,6 +107,8 @@ class AttachedTensors:
                 want = want_of(placed)
                 tied[place_key] = want
                 self._wants.append(want)
+            else:
+                want.tied.append(placed)
             if name not in want.names:
                 want.names.append(name)
         require_apart(want.placed for want in self._wants)

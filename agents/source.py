@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -22,6 +21,7 @@ from msgspec import Struct, field
 from ..protocol.tables import Buffer, TensorEntry
 from .copying import Run, copy_runs
 from .errors import ExportError, GpuMemoryError, NotSharedError, SharedMemoryError
+from .filling import check_memory
 from .mappings import process_mappings
 from .memory import ExportedMemory, MemoryKind
 from .pieces import Pieces
@@ -89,7 +89,9 @@ class RegisteredBuffers:
         # Where each tensor must still lie when a round is published; one of several boxes once.
         places = {id(tensor.tensor): tensor for tensor in self._placed if tensor.nbytes}
         self._places = [(tensor, tensor.tensor.data_ptr()) for tensor in places.values()]
-        self._distributed = [each for each, _ in self._places if each.distributed is not None]
+        # Of all names: several DTensors may have had one local tensor.
+        self._distributed = [each for each in self._placed if each.distributed is not None]
+        self._empty = [each for each in self._placed if not each.nbytes]
         # As they lay when they were looked at one by one.
         self._unmoved: Unmoved | None = None
 
@@ -148,20 +150,19 @@ class RegisteredBuffers:
         was removed, and `renew` was not called. Cheap enough for every publish.
         """
         self._check_memory()
-        moved = any(each.left_behind for each in self._distributed)
-        if not moved and self._unmoved is not None and self._unmoved.holds():
+        for placed in self._distributed:
+            if placed.left_behind:
+                raise _replaced(placed)
+        for placed in self._empty:
+            if not placed.is_as_given:
+                raise _replaced(placed)
+        if self._unmoved is not None and self._unmoved.holds():
             return
         for placed, address in self._places:
             tensor = placed.tensor
-            # The count and the order of its elements differ for a part or a transpose of it.
-            moved = tensor.data_ptr() != address or placed.left_behind
-            same = tensor.numel() == prod(placed.local_shape) and tensor.is_contiguous()
-            if moved or not same or str(tensor.dtype) != f"torch.{placed.dtype}":
-                raise ExportError(
-                    placed.name,
-                    "no longer lies where it was registered (its data was replaced): copy into it"
-                    " in place, or close these buffers and register again",
-                )
+            there = tensor.data_ptr() == address
+            if not (there and placed.is_as_given and tensor.is_contiguous()):
+                raise _replaced(placed)
         self._unmoved = Unmoved([placed.tensor for placed, _ in self._places])
 
     def _check_memory(self) -> None:
@@ -200,9 +201,18 @@ class RegisteredBuffers:
         """
         self.closed = True
         _registered.discard(self)
-        self._places, self._distributed, self._unmoved, self.model = [], [], None, None
+        self._places, self._distributed, self._empty = [], [], []
+        self._unmoved, self.model = None, None
         for memory in self._memory:
             memory.free()
+
+
+def _replaced(placed: Placed) -> ExportError:
+    return ExportError(
+        placed.name,
+        "no longer lies where it was registered, or not as it did (its data was replaced): copy into"
+        " it in place, or close these buffers and register again",
+    )
 
 
 _registered: weakref.WeakSet[RegisteredBuffers] = weakref.WeakSet()
@@ -351,7 +361,8 @@ def allocate_for(
 
 
 def check_own(placed: Placed) -> None:
-    """Raises `ExportError` for a tensor that lies in another trainer's memory."""
+    """Raises `ExportError` for a tensor that lies in another trainer's memory, or in none."""
+    check_memory(placed)
     received = process_mappings().owner_of(placed.tensor.data_ptr())
     if received is not None:
         raise ExportError(

@@ -25,6 +25,8 @@ _ADDRESS: Final = torch.Tensor.data_ptr
 _COUNT: Final = torch.Tensor.numel
 _STRIDES: Final = torch.Tensor.stride
 _CONTIGUOUS: Final = torch.Tensor.is_contiguous
+_CONJUGATE: Final = torch.Tensor.is_conj
+_NEGATIVE: Final = torch.Tensor.is_neg
 _STORAGE: Final = torch.Tensor.untyped_storage
 _STORED: Final = torch.UntypedStorage.nbytes
 _DTYPE: Final = attrgetter("dtype")
@@ -61,16 +63,18 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 @cache
 def _can_guard() -> bool:
     """Whether this torch has such guards, and they see what they must."""
-    with torch.inference_mode(False):
-        one = torch.zeros(4, 2)
-        others = [one.t(), one.view(2, 4), one.view(4, 1, 2), one.flatten(), one[:3], one[:, :1]]
-        others += [one.view(torch.int32), torch.zeros(4, 4)[:, :2]]
-        try:
+    try:
+        # The default device of this thread may be one that cannot be used here.
+        with torch.inference_mode(False), torch.device("cpu"):
+            one = torch.zeros(4, 2)
+            others = [one.t(), one.view(2, 4), one.view(4, 1, 2), one.flatten(), one[:3]]
+            others += [one[:, :1], one.view(torch.int32), torch.zeros(4, 4)[:, :2]]
+            others += [torch.complex(one, one).conj().imag]  # It lies there as its negative.
             check = _guards([torch.zeros(1), one])
             same = check(torch.zeros(1), torch.ones(4, 2))
             return same and not any(check(torch.zeros(1), other) for other in others)
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            return False
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return False
 
 
 class Unmoved:
@@ -88,6 +92,9 @@ class Unmoved:
         self._addresses = list(map(_ADDRESS, self._all))
         self._counts = list(map(_COUNT, tensors))
         self._dtypes = list(map(_DTYPE, tensors))
+        # Bits that say that the values are others than what lies there.
+        self._conjugate = list(map(_CONJUGATE, tensors))
+        self._negative = list(map(_NEGATIVE, tensors))
         # A storage of a GPU goes to another address when its size changes.
         self._storages_of = [tensor for tensor in self._all if tensor.device.type != "cuda"]
         self._stored = self._look_at_storages()
@@ -116,6 +123,8 @@ class Unmoved:
         return (
             list(map(_COUNT, tensors)) == self._counts
             and list(map(_DTYPE, tensors)) == self._dtypes
+            and list(map(_CONJUGATE, tensors)) == self._conjugate
+            and list(map(_NEGATIVE, tensors)) == self._negative
             and all(map(_CONTIGUOUS, self._contiguous))
             and list(map(_SHAPE, self._others)) == self._shapes
             # No list: thousands of tuples would have the garbage collector look at everything.

@@ -46,8 +46,16 @@ def _lacking(item: pytest.Item) -> str | None:
 @pytest.fixture(autouse=True)
 def no_agent_left() -> Iterator[None]:
     """Each test closes its agents."""
+    yield from agents_closed(10.0)
+
+
+def agents_closed(seconds: float) -> Iterator[None]:
+    """Sees to it that what is done meanwhile leaves no agent; not where one was left before."""
+    if _is_shared_thread_there():  # Who left it was told: nobody else is to be blamed, nor to wait.
+        yield
+        return
     yield
-    await_no_agent(10.0)
+    await_no_agent(seconds)
 
 
 def await_no_agent(seconds: float) -> None:
@@ -56,12 +64,16 @@ def await_no_agent(seconds: float) -> None:
     Where an exception has kept one, the garbage collector ends it.
     """
     began = time.monotonic()
-    while any(thread.name == "tensorlease" for thread in threading.enumerate()):
+    while _is_shared_thread_there():
         lasted = time.monotonic() - began
         if lasted > seconds / 2:
             gc.collect()
         assert lasted < seconds, f"agents were left behind: {_agents()}"
         time.sleep(0.001)
+
+
+def _is_shared_thread_there() -> bool:
+    return any(thread.name == "tensorlease" for thread in threading.enumerate())
 
 
 def _agents() -> str:

@@ -147,6 +147,25 @@ def test_what_is_no_gpu_is_called_as_it_is(device: str | torch.device) -> None:
     assert label_of("cuda-like") == "cuda-like"
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cuda:", "cuda:x", "cuda:-1", "cuda:1:2", "cuda:\u0663", "cuda:0\n", f"cuda:{2**32}"]
+    + ["cuda:" + "9" * 5000],
+)
+def test_a_gpu_whose_number_is_none_is_refused(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_place(FakeDriver(), monkeypatch)
+    with pytest.raises(ConfigError, match="device 'cuda:.* is no GPU: .* `nvidia-smi -L`"):
+        label_of(device)
+
+
+@pytest.mark.parametrize("device", [None, 0, True, 1.5, b"cpu", []])
+def test_a_device_that_is_none_is_refused(device: Any) -> None:
+    with pytest.raises(ConfigError, match=r"device .*: must be a text, .* or a torch.device"):
+        WorkerAgent(device=device)
+
+
 def test_without_a_driver_a_gpus_number_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a driver")

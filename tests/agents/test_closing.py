@@ -25,7 +25,7 @@ from tensorlease.protocol.errors import ClosedError, NoBrokerError
 
 from .. import procs
 from ..broker.raw_agents import Threaded, eventually
-from ..conftest import await_no_agent
+from ..conftest import agents_closed, await_no_agent
 from ..procs import Spawn, Spawned
 
 torch = pytest.importorskip("torch")
@@ -294,3 +294,10 @@ def test_leaving_in_the_middle_never_hangs_and_in_order_leaves_no_segment(
 def test_an_agent_that_a_test_leaves_behind_is_named(trainer: TrainerAgent) -> None:
     with pytest.raises(AssertionError, match="left behind: .*<TrainerAgent .*'policy' rank=0/1>"):
         await_no_agent(0.1)
+
+
+def test_an_agent_that_a_test_before_left_behind_is_not_told_of_again(
+    trainer: TrainerAgent,
+) -> None:
+    assert not trainer.closed
+    assert list(agents_closed(0.1)) == [None]

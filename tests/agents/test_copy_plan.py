@@ -117,6 +117,9 @@ def test_a_tensor_of_other_form_at_the_same_place_is_refused(
         layer.weight.data = other
         with pytest.raises(AttachError, match="'w' was replaced since it was attached"):
             mapped.copy(plan)
+    layer.weight.requires_grad_(False).data = torch.ops.aten._neg_view(good)
+    with pytest.raises(AttachError, match="'w' was replaced .*, conjugated or negated lazily"):
+        mapped.copy(plan)
     layer.weight.data = good
     good.untyped_storage().resize_(60)
     with pytest.raises(AttachError, match="'w' has lost its memory"):

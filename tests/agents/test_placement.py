@@ -121,6 +121,33 @@ def test_a_local_tensor_that_its_dtensor_has_left_behind_is_known(mesh_of: Mesh)
     assert placed.left_behind
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.t,
+        torch.ops.aten._neg_view,
+        lambda local: local.view(torch.int32),
+        lambda local: local[:1],
+    ],
+)
+def test_a_local_tensor_that_its_dtensor_looks_at_otherwise_is_known(
+    change: Callable[[torch.Tensor], torch.Tensor], mesh_of: Mesh
+) -> None:
+    tensor = DTensor.from_local(torch.zeros(2, 2), mesh_of(0, (2,)), [Shard(0)], run_check=False)
+    (placed,) = place({"w": tensor}, None, ExportError)
+    local = tensor._local_tensor
+    tensor._local_tensor = change(local)
+    assert placed.left_behind
+    tensor._local_tensor = local.detach()
+    assert not placed.left_behind
+    empty = DTensor.from_local(torch.zeros(0), mesh_of(0, (2,)), [Shard(0)], run_check=False)
+    (placed,) = place({"w": empty}, None, ExportError)
+    empty._local_tensor = local[0, :0]
+    assert not placed.left_behind
+    empty._local_tensor = local[0, :1]
+    assert placed.left_behind
+
+
 def test_parameters_of_an_engines_own_class_are_plain_memory() -> None:
     class EngineParameter(torch.nn.Parameter):
         @classmethod

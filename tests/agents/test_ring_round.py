@@ -232,9 +232,12 @@ def test_what_cannot_be_sent_is_refused_by_name_and_the_round_goes_on_without_it
     target = {"w": torch.zeros(2)}
     start_worker("r", target)
     sparse = torch.ones(2, 2).to_sparse()
+    freed = torch.ones(2)
+    freed.untyped_storage().resize_(0)
     bad: list[tuple[str, object, str]] = [
         ("meta", torch.ones(2, device="meta"), "meta device"),
         ("sparse", sparse, "layout"),
+        ("freed", freed, "has lost its memory"),
         ("text", "text", "not a torch.Tensor"),
         ("", torch.ones(2), "no usable name"),
         ("conj", torch.ones(2, dtype=torch.complex64).conj(), "lazy conjugate"),

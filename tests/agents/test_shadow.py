@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tensorlease.agents import source
 from tensorlease.agents.errors import AttachError, ExportError, SharedMemoryError
@@ -272,6 +273,41 @@ def test_an_original_may_be_replaced_by_one_of_the_same_form_and_by_no_other(
     assert _read(directory, buffers)["weight"][0].eq(3).all()
 
 
+@pytest.mark.parametrize("nbytes", [0, 16])
+def test_an_original_whose_storage_was_taken_away_is_not_read(
+    directory: Path, shadow: Make, nbytes: int
+) -> None:
+    weight = torch.ones(8)
+    buffers = shadow({"weight": weight})
+    buffers.fill()
+    weight.untyped_storage().resize_(nbytes)  # As FSDP does between steps.
+    for call in (buffers.check, buffers.fill):
+        with pytest.raises(ExportError, match=f"'weight' has lost its memory .{nbytes} bytes"):
+            call()
+    weight.untyped_storage().resize_(32)
+    weight.fill_(2)
+    buffers.fill()
+    assert _read(directory, buffers)["weight"][0].eq(2).all()
+
+
+def test_an_original_that_is_lazily_negative_or_a_wrapper_by_now_is_named(shadow: Make) -> None:
+    weights = {"weight": torch.ones(2), "empty": torch.ones(0)}
+    buffers = shadow(weights)
+    buffers.check()
+    weights["weight"].data = torch.ops.aten._neg_view(weights["weight"].data)
+    with pytest.raises(ExportError, match=r"'weight' was replaced .*, conjugated or negated"):
+        buffers.check()
+    swap: Any = torch.utils.swap_tensors
+    wrapper: Any = TwoTensor
+    swap(weights["weight"], wrapper(torch.ones(2), torch.ones(2)))
+    with pytest.raises(ExportError, match="'weight' was replaced .* in a TwoTensor"):
+        buffers.check()
+    swap(weights["weight"], torch.ones(2))
+    weights["empty"].data = torch.ones(1)
+    with pytest.raises(ExportError, match="'empty' was replaced"):
+        buffers.check()
+
+
 def test_a_dtensor_that_was_given_another_local_tensor_is_found_wherever_it_is_used(
     shadow: Make,
 ) -> None:
@@ -299,6 +335,28 @@ def test_a_dtensor_that_was_given_another_local_tensor_is_found_wherever_it_is_u
         with pytest.raises(AttachError, match="'w' was replaced since it was attached"):
             plan.copy("t", [1], {1: mapping})
         process_mappings().unmap("t", 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_of_dtensors_with_one_local_tensor_each_is_looked_at() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.ones(2)
+        tensors = {
+            name: DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for name in "ab"
+        }
+        for each in tensors.values():
+            each._local_tensor = local
+        moved = source.register(
+            tensors, memory=ShmMemory("fedcba9876543210"), numbers=itertools.count()
+        )
+        moved.check()
+        tensors["a"]._local_tensor = torch.ones(2)
+        with pytest.raises(ExportError, match="'a' no longer lies where it was registered"):
+            moved.check()
+        moved.close()
     finally:
         dist.destroy_process_group()
 

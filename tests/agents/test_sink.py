@@ -261,6 +261,27 @@ def test_a_worker_with_tied_weights_takes_them_once(export: Export, offered: str
     assert torch.equal(target, torch.arange(6.0))
 
 
+@pytest.mark.parametrize("parting", ["embed", "head"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_tied_weights_that_part_are_refused_and_not_written(
+    parting: str, copied: bool, export: Export
+) -> None:
+    embed = torch.nn.Parameter(torch.zeros(6), requires_grad=False)
+    target = {"embed": embed, "head": torch.nn.Parameter(embed.data, requires_grad=False)}
+    registered = export(_tied())
+    plan = AttachedTensors(target).plan(_offers(t=registered))
+    if copied:
+        _copy(plan)
+    target[parting].data = torch.zeros(6)
+    with pytest.raises(AttachError, match="'head' was one tensor with 'embed' when it was att"):
+        _copy(plan)
+    process_mappings().unmap("t", registered.numbers[0])
+    assert target[parting].eq(0).all()
+    target["head"].data = embed.data
+    _copy(plan)
+    assert torch.equal(target["head"], torch.arange(6.0))
+
+
 def test_a_worker_without_tied_weights_copies_them_to_both(export: Export) -> None:
     target = {"embed": torch.zeros(6), "head": torch.zeros(6)}
     registered = export(_tied())

@@ -437,6 +437,46 @@ def test_a_tensor_that_became_a_part_or_a_transpose_of_itself_is_found() -> None
     registered.close()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.conj,
+        torch.ops.aten._neg_view,
+        lambda data: data.view(4, 2),
+        lambda data: data.view(1, 2, 4),
+    ],
+)
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_a_tensor_that_lies_there_and_is_another_by_now_is_found(
+    change: Callable[[torch.Tensor], torch.Tensor], looked_at: bool
+) -> None:
+    weight = nn.Parameter(torch.ones(2, 4, dtype=torch.complex64), requires_grad=False)
+    registered = _register({"weight": weight})
+    if looked_at:
+        registered.check()
+    weight.data = change(weight.data)
+    with pytest.raises(ExportError, match="'weight' no longer lies where it was registered"):
+        registered.check()
+    registered.close()
+
+
+def test_a_tensor_without_elements_that_has_some_by_now_is_found() -> None:
+    tensors = {"full": torch.ones(2), "empty": torch.ones(0, 2)}
+    registered = _register(tensors)
+    registered.check()
+    tensors["empty"].data = torch.ones(1, 2)
+    with pytest.raises(ExportError, match="'empty' no longer lies where it was registered"):
+        registered.check()
+    registered.close()
+
+
+def test_a_tensor_whose_storage_was_taken_away_is_refused() -> None:
+    tensor = torch.ones(8)
+    tensor.untyped_storage().resize_(16)
+    with pytest.raises(ExportError, match=r"'w' has lost its memory \(16 bytes are left"):
+        _register({"w": tensor})
+
+
 def test_a_segment_that_something_removed_is_found(directory: Path) -> None:
     registered = _register({"w": torch.ones(2)})
     next(directory.iterdir()).unlink()

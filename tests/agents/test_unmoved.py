@@ -61,6 +61,23 @@ def test_bytes_that_are_taken_for_other_numbers_are_noticed(dtype: torch.dtype) 
     assert not lying.holds()
 
 
+@pytest.mark.parametrize("lazily", [torch.conj, torch.ops.aten._neg_view])
+def test_values_that_are_others_than_what_lies_there_are_noticed(lazily: Any) -> None:
+    tensor = torch.nn.Parameter(torch.zeros(4, dtype=torch.complex64), requires_grad=False)
+    lying, address = Unmoved([tensor]), tensor.data_ptr()
+    tensor.data = lazily(tensor.data)
+    assert tensor.data_ptr() == address
+    assert not lying.holds()
+
+
+def test_a_default_device_that_cannot_be_used_here_does_not_matter() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the device can be used")
+    can = CAN_GUARD()
+    with torch.device("cuda"):
+        assert CAN_GUARD() == can
+
+
 def test_where_the_guards_say_no_it_is_looked_at_one_by_one(guards: bool) -> None:
     tensor = torch.nn.Parameter(torch.zeros(3, 3))
     lying = Unmoved([torch.zeros(2), tensor])
