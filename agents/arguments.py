@@ -230,13 +230,20 @@ def deadline_of(timeout: float) -> float:
     return time.monotonic() + check_timeout("timeout", timeout)
 
 
+_HINTS: Final = {
+    "quorum": "min_replicas is its name here (quorum is another for publish_nowait); ",
+    "replicas": "min_replicas is its name here; ",
+    "stragglers": "publish_nowait has it; ",
+    "snapshot": "publish_nowait has it; ",
+}
+"""What may be meant by options that a round does not have."""
+
+
 def terms_of(version: int, options: RoundOptions) -> Terms:
     """Returns what is asked of a round; raises `ConfigError` for what cannot be asked."""
     if unknown := sorted(options.keys() - RoundOptions.__annotations__.keys()):
         known = ", ".join(["timeout", *RoundOptions.__annotations__])
-        hint = ""
-        if unknown[0] == "quorum":
-            hint = "min_replicas is its name here (quorum is another for publish_nowait); "
+        hint = _HINTS.get(unknown[0], "")
         raise ConfigError(f"unknown option {unknown[0]!r}: {hint}a round has {known}")
     version = check_number("version", version)
     if not 1 <= version <= MAX_VERSION:

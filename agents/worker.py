@@ -385,7 +385,10 @@ class WorkerAgent(WorkerSetup):
         """Drains here, or leaves it to the thread that works, if that has not returned in time."""
         while not self._serving.acquire(timeout=max(0.0, deadline - time.monotonic())):
             if self._overdue:
-                log.warning("%r: closed while another thread was in a hook or a copy of it", self)
+                if self._core.running is not None:
+                    log.warning(
+                        "%r: closed while another thread was in a hook or a copy of it", self
+                    )
                 return
             # That thread looks at it before it lets go: either it drains, or the lock is free now.
             self._overdue = True

@@ -301,3 +301,14 @@ def test_an_agent_that_a_test_before_left_behind_is_not_told_of_again(
 ) -> None:
     assert not trainer.closed
     assert list(agents_closed(0.1)) == [None]
+
+
+def test_of_one_that_works_at_nothing_it_is_not_said_that_it_is_in_a_hook(
+    worker: WorkerAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.attach({"w": torch.zeros(3)})
+    thread = serving(worker)
+    worker.close(0.0)
+    thread.join(20.0)
+    assert not thread.is_alive()
+    assert "was in a hook" not in caplog.text

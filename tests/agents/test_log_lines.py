@@ -152,6 +152,12 @@ def test_arguments_of_the_wrong_kind_are_refused_with_the_right_one(trainer: Tra
     wrong = {"quorum": 3}
     with pytest.raises(ConfigError, match="'quorum': min_replicas is its name .* timeout, min_"):
         trainer.publish(1, **wrong)
+    for wrong, hint in (
+        ({"replicas": 3}, "'replicas': min_replicas is its name here"),
+        ({"stragglers": "skip"}, "'stragglers': publish_nowait has it"),
+    ):
+        with pytest.raises(ConfigError, match=hint):
+            trainer.publish(1, **wrong)
     wrong = {"slots": 3}
     with pytest.raises(ConfigError, match=r"must be RingOptions\(num_ipc_handles=, slot_bytes="):
         TrainerAgent("policy", ring=wrong)
