@@ -354,7 +354,7 @@ def test_a_former_snapshot_that_is_still_read_is_named(
     kept.note_stuck(0, [Holder("0123456789abcdef", "a", 0, 77)])
     trainer._handles[handle.call] = kept
     with pytest.raises(
-        StillLeasedError, match=r"former snapshot.*version 1.* kept by a/0 \(pid 77"
+        StillLeasedError, match=r"former snapshot.*version 1.* a/0 \(pid 77\) keeps its lease"
     ):
         trainer.publish_nowait(2, snapshot=True, timeout=0.05)
     with pytest.raises(RefusedError, match="version 1"):
