@@ -348,11 +348,13 @@ def test_what_is_not_answered_in_time_is_named_and_the_next_round_repairs_it(
     assert source.publish(1).ok
     monkeypatch.setattr(vllm_bridge, "CONTROL_S", 0.5)
     gate = server.hold(path)
+    before = server.answered.count(path)
     result = source.publish(2)
     assert not result.ok
     assert f"{path}" in result.reason and "has not answered in 0.5 s" in result.reason
     assert server.paused or path == "/pause"
-    gate.go.set()  # It is done all the same, later.
+    gate.go.set()  # It is done all the same, later: an engine does one thing after the other.
+    eventually(lambda: server.answered.count(path) > before)
     monkeypatch.setattr(vllm_bridge, "CONTROL_S", 20.0)
     assert source.publish(3).ok
     assert at(server, 3)
