@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -51,7 +51,7 @@ class Phase(Enum):
     DRAINING = "draining"
 
 
-class Outcome(Enum):
+class Outcome(StrEnum):
     """What became of a round."""
 
     COMMITTED = "committed"
@@ -66,7 +66,7 @@ class Outcome(Enum):
     """The broker died in it, and who could have said what became of it is silent or gone."""
 
 
-class Fate(Enum):
+class Fate(StrEnum):
     """What became of a receiver, or of a replica, in a round."""
 
     COMMITTED = "committed"

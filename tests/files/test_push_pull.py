@@ -246,6 +246,7 @@ def test_with_a_stopped_broker_push_ends_when_its_time_is_over(
     took = time.monotonic() - began
     broker.go_on()
     assert f"the broker at {url} does not answer; is it stopped?" in said
+    assert "start one" not in said
     assert took < 10.0, "the usual goodbye alone takes that long"
     # It is said in the background, and heard now.
     eventually(lambda: all(thread.name != "tensorlease" for thread in threading.enumerate()))
@@ -256,6 +257,7 @@ def test_without_workers_nothing_is_published(
 ) -> None:
     said = error_of(capsys, "push", str(model), "--timeout=0.2", "--replicas=3")
     assert "none of 3 replicas of channel 'default' is ready after 0." in said
+    assert "start one in this channel; of an engine's server `tensorlease bridge` is one" in said
     assert channels().get("default", 0) == 0
 
 

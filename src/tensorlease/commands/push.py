@@ -15,6 +15,7 @@ from rich.text import Text
 
 from tensorlease.agents.results import ReceiverOutcome, RoundResult, UnreleasedError
 from tensorlease.agents.ring import RingOptions
+from tensorlease.protocol.errors import DeadlineError
 from tensorlease.protocol.limits import MAX_VERSION
 from tensorlease.protocol.records import Distribution, Fate, Outcome
 
@@ -190,7 +191,15 @@ def send(
 def _wait(trainer: TrainerAgent, replicas: int, timeout_s: float, console: Console) -> None:
     who = "a replica" if replicas == 1 else f"{replicas} replicas"
     with console.status(Text(f"waits for {who} of {trainer.channel}")):
-        trainer.wait_ready(replicas, timeout_s)
+        try:
+            trainer.wait_ready(replicas, timeout_s)
+        except DeadlineError as error:
+            if trainer.replicas or not trainer.connected:
+                raise
+            raise DeadlineError(
+                f"{error}: start one in this channel; of an engine's server `tensorlease bridge` is"
+                " one, whose log says whether it waits for the server"
+            ) from None
 
 
 def _require(device: str) -> None:
