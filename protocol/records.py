@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum, StrEnum
+import enum
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -31,7 +31,7 @@ from .limits import (
 )
 
 
-class Distribution(Enum):
+class Distribution(enum.Enum):
     """Which trainers' batches a worker takes."""
 
     COLOCATED = "colocated"
@@ -40,7 +40,7 @@ class Distribution(Enum):
     """The regions it wants, from whichever ranks hold them."""
 
 
-class Phase(Enum):
+class Phase(enum.Enum):
     """What a worker is doing, as its beats say."""
 
     IDLE = "idle"
@@ -51,7 +51,7 @@ class Phase(Enum):
     DRAINING = "draining"
 
 
-class Outcome(StrEnum):
+class Outcome(enum.StrEnum):
     """What became of a round."""
 
     COMMITTED = "committed"
@@ -66,7 +66,7 @@ class Outcome(StrEnum):
     """The broker died in it, and who could have said what became of it is silent or gone."""
 
 
-class Fate(StrEnum):
+class Fate(enum.StrEnum):
     """What became of a receiver, or of a replica, in a round."""
 
     COMMITTED = "committed"
@@ -87,7 +87,7 @@ class Fate(StrEnum):
     """A complete replica that the round could not serve; the reason says why."""
 
 
-class Code(Enum):
+class Code(enum.Enum):
     """Why something was refused or ended. `docs/protocol.md` explains each one."""
 
     BAD_MESSAGE = "bad-message"
@@ -427,7 +427,7 @@ class ReplicaState(Fields, frozen=True):
     """What it lacks."""
 
 
-class QueryKind(Enum):
+class QueryKind(enum.Enum):
     """What a Query asks for."""
 
     STATUS = "status"
