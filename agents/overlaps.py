@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .errors import AttachError
-from .placement import Placed
+from .placement import Placed, reach_of
 
 
 class Span(NamedTuple):
@@ -23,9 +23,8 @@ class Span(NamedTuple):
 def span_of(placed: Placed) -> Span:
     """Returns where a box lies; it has at least one element."""
     tensor, lengths = placed.tensor, placed.region.length
-    reach = sum((n - 1) * step for n, step in zip(lengths, tensor.stride(), strict=True)) + 1
-    begin = placed.address
-    return Span(str(tensor.device), begin, begin + reach * tensor.element_size(), placed)
+    nbytes = reach_of(lengths, tensor.stride()) * tensor.element_size()
+    return Span(str(tensor.device), placed.address, placed.address + nbytes, placed)
 
 
 def require_apart(tensors: Iterable[Placed]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -99,9 +99,8 @@ class Placed(Struct, frozen=True):
         tensor = self.tensor
         if not tensor.numel():
             return True
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = tensor.storage_offset() + sum((length - 1) * step for length, step in steps)
-        return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+        end = tensor.storage_offset() + reach_of(tensor.shape, tensor.stride())
+        return end * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
     def box(self) -> torch.Tensor:
         """Returns the box as a tensor, of shape `region.length`, which has no part in autograd."""
@@ -109,6 +108,11 @@ class Placed(Struct, frozen=True):
         if not self.is_part:
             return tensor
         return tensor.narrow(0, self.first_row, self.region.length[0])
+
+
+def reach_of(lengths: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns the elements from a box's first to its last, with what lies between them."""
+    return 1 + sum((n - 1) * step for n, step in zip(lengths, strides, strict=True))
 
 
 def holds_pieces(placed: Iterable[Placed]) -> bool:
@@ -196,7 +200,7 @@ def place_one(
         raise error(name, "is not initialised yet: run the module once first")
     if tensor.dim() > MAX_DIMS:
         raise error(name, f"has {tensor.dim()} dimensions; {MAX_DIMS} can be described")
-    distributed = _as_dtensor(tensor)
+    distributed = as_dtensor(tensor)
     if distributed is not None:
         if given is not None:
             raise error(name, "is a DTensor, which says its region itself: leave it out of regions")
@@ -290,7 +294,8 @@ def _look_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return (address, tensor.dtype, tensor.shape, steps, lazily)
 
 
-def _as_dtensor(tensor: torch.Tensor) -> DTensor | None:
+def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
+    """Returns the tensor, if it is one of several ranks'."""
     # Whoever has made a DTensor has imported its module; nobody else need pay for it.
     if "torch.distributed.tensor" not in sys.modules:
         return None

@@ -16,7 +16,7 @@ from typing import Final, ParamSpec, TypeVar
 
 import torch
 
-from .placement import tensors_of
+from .placement import as_dtensor, tensors_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -156,13 +156,15 @@ class HeldModel:
     """A model, and which tensors it has, by their names.
 
     Args:
-        model: It. Others hold the tensors; this sees when it has others.
+        model: It. Others hold the tensors; this sees when it has others. But for DTensors: FSDP puts
+            whole parameters into their places while it computes, and leaves those of the root there.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._parts = _Parts(model)
-        self._tensors = tensors_of(model)
+        every = tensors_of(model).items()
+        self._tensors = {name: each for name, each in every if as_dtensor(each) is None}
 
     def replaced(self) -> str:
         """Returns the name of a tensor that it has no more, or another one of; empty: of none."""

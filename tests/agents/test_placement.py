@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -16,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tensorlease.agents.errors import AttachError, ExportError
 from tensorlease.agents.placement import Placed, place
 from tensorlease.agents.sink import AttachedTensors
+from tensorlease.agents.unmoved import HeldModel
 from tensorlease.protocol.errors import ConfigError
 from tensorlease.protocol.regions import Region, covers, whole
 
@@ -162,6 +164,21 @@ def test_parameters_of_an_engines_own_class_are_plain_memory() -> None:
 
     (placed,) = place({"w": EngineParameter(torch.ones(2))}, None, ExportError)
     assert placed.region == whole((2,))
+
+
+# ---------------------------------------------------------------- a model that FSDP has
+
+
+def test_that_fsdp_puts_whole_parameters_into_a_model_is_no_replacement(mesh_of: Mesh) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    fully_shard(model, mesh=mesh_of(0, (1,)))
+    held, sharded = HeldModel(model), model[0].weight
+    assert isinstance(sharded, DTensor)
+    model(torch.ones(2, 4))
+    assert model[0].weight is not sharded
+    assert held.replaced() == ""
+    model[1].running_mean = torch.zeros(4)
+    assert held.replaced() == "1.running_mean"
 
 
 # ---------------------------------------------------------------- what cannot be placed
