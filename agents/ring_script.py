@@ -42,6 +42,8 @@ class Layout(NamedTuple):
     contiguous: list[bool]
     negative: list[bool]
     conjugate: list[bool]
+    stored: list[int]
+    """Bytes of their storages, which may be shrunk under them."""
 
 
 def layout_of(named: Mapping[str, torch.Tensor]) -> Layout | None:
@@ -60,6 +62,7 @@ def layout_of(named: Mapping[str, torch.Tensor]) -> Layout | None:
             list(map(kind.is_contiguous, tensors)),
             list(map(kind.is_neg, tensors)),
             list(map(kind.is_conj, tensors)),
+            list(map(torch.UntypedStorage.nbytes, map(kind.untyped_storage, tensors))),
         )
     except (RuntimeError, TypeError, NotImplementedError):
         return None  # No memory of its own: said when it is sent.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tensorlease.agents import RingOptions, TrainerAgent, placement, ring_round
-from tensorlease.agents.ring_script import Script
+from tensorlease.agents.ring_script import Script, layout_of
 
 from ..broker.raw_agents import Threaded
 from .rings import SLOT, Start, same
@@ -121,6 +121,15 @@ def test_what_does_not_lie_so_any_more_is_looked_at_again(
         assert ring.publish_stream(version, sent, timeout=20.0).ok
         assert same(target, sent)
     assert 4 not in scripts
+
+
+def test_a_tensor_whose_storage_has_shrunk_under_it_lies_otherwise() -> None:
+    memory = bytearray(16)
+    whole = torch.frombuffer(memory, dtype=torch.float32)[:2]
+    part = torch.frombuffer(memory, dtype=torch.float32, count=2)
+    assert (whole.data_ptr(), whole.shape) == (part.data_ptr(), part.shape)
+    assert layout_of({"w": whole}) == layout_of({"w": whole})
+    assert layout_of({"w": whole}) != layout_of({"w": part})
 
 
 def test_a_script_keeps_no_tensor(
