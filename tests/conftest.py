@@ -7,7 +7,6 @@ import importlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -51,7 +50,7 @@ def no_agent_left() -> Iterator[None]:
 
 def agents_closed(seconds: float) -> Iterator[None]:
     """Sees to it that what is done meanwhile leaves no agent; not where one was left before."""
-    if _is_shared_thread_there():  # Who left it was told: nobody else is to be blamed, nor to wait.
+    if _shared_threads():  # Who left it was told: nobody else is to be blamed, nor to wait.
         yield
         return
     yield
@@ -63,17 +62,16 @@ def await_no_agent(seconds: float) -> None:
 
     Where an exception has kept one, the garbage collector ends it.
     """
-    began = time.monotonic()
-    while _is_shared_thread_there():
-        lasted = time.monotonic() - began
-        if lasted > seconds / 2:
+    for thread in _shared_threads():
+        thread.join(seconds / 2)
+        if thread.is_alive():
             gc.collect()
-        assert lasted < seconds, f"agents were left behind: {_agents()}"
-        time.sleep(0.001)
+            thread.join(seconds / 2)
+        assert not thread.is_alive(), f"agents were left behind: {_agents()}"
 
 
-def _is_shared_thread_there() -> bool:
-    return any(thread.name == "tensorlease" for thread in threading.enumerate())
+def _shared_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tensorlease"]
 
 
 def _agents() -> str:

@@ -18,6 +18,14 @@ from ..broker.raw_agents import Threaded
 from .stages import publish
 
 
+@pytest.fixture
+def loaded(worker: WorkerAgent) -> Model:
+    """What the worker loads into."""
+    model = Model()
+    worker.attach_loader(model.load_weights, lambda: model.parameters)
+    return model
+
+
 def test_a_loader_that_fails_is_said_to_have_failed_at_the_tensor_that_it_had_at_hand() -> None:
     tensors = [(name, torch.zeros(2, 3)) for name in "abc"]
 
@@ -84,10 +92,8 @@ def test_a_loader_that_does_not_take_what_it_is_given_has_no_version(
 
 
 def test_what_a_loader_raises_names_the_tensor_that_it_was_at(
-    url: str, broker: Threaded, worker: WorkerAgent
+    url: str, broker: Threaded, worker: WorkerAgent, loaded: Model
 ) -> None:
-    model = Model()
-    worker.attach_loader(model.load_weights, lambda: model.parameters)
     with TrainerAgent("policy", endpoint=url) as trainer:
         trainer.register({"a": torch.ones(2), "b": torch.ones(3)})
         result = publish(trainer, worker, 1)
@@ -98,10 +104,8 @@ def test_what_a_loader_raises_names_the_tensor_that_it_was_at(
 
 
 def test_a_tensor_of_which_less_comes_than_the_same_parameters_had_is_refused_by_name(
-    url: str, broker: Threaded, worker: WorkerAgent
+    url: str, broker: Threaded, worker: WorkerAgent, loaded: Model
 ) -> None:
-    model = Model()
-    worker.attach_loader(model.load_weights, lambda: model.parameters)
     with TrainerAgent("policy", endpoint=url) as trainer:
         trainer.register({"a": torch.ones(2), "b": torch.ones(2)})
         assert publish(trainer, worker, 1).ok
@@ -111,11 +115,11 @@ def test_a_tensor_of_which_less_comes_than_the_same_parameters_had_is_refused_by
             result = publish(trainer, worker, version)
             assert result.outcome is Outcome.FAILED
             assert "'b' is of shape (1,) now, and was of (2,) when it was loaded" in result.reason
-            assert model.parameters["ab"].tolist() == [1.0] * 4
+            assert loaded.parameters["ab"].tolist() == [1.0] * 4
     with TrainerAgent("policy", endpoint=url) as trainer:
         trainer.register({"a": torch.full((2,), 4.0), "b": torch.full((2,), 4.0)})
         assert publish(trainer, worker, 4).ok
-    assert model.parameters["ab"].tolist() == [4.0] * 4
+    assert loaded.parameters["ab"].tolist() == [4.0] * 4
 
 
 def test_what_a_first_version_lacks_is_for_the_engine_to_say(
@@ -139,10 +143,8 @@ def test_what_a_first_version_lacks_is_for_the_engine_to_say(
 
 
 def test_a_parameter_of_which_only_some_came_is_named_in_the_log(
-    url: str, broker: Threaded, worker: WorkerAgent, caplog: pytest.LogCaptureFixture
+    url: str, broker: Threaded, worker: WorkerAgent, loaded: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Model()
-    worker.attach_loader(model.load_weights, lambda: model.parameters)
     for sent, said in ((["a"], 1), (["a", "b"], 1)):
         with TrainerAgent("policy", endpoint=url) as trainer:
             trainer.register({name: torch.ones(2) for name in sent})

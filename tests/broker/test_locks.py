@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +23,8 @@ from tensorlease.broker.locks import (
 )
 from tensorlease.protocol.errors import ConfigError
 from tensorlease.protocol.records import LiveNote, Process
+
+from .raw_agents import eventually
 
 INSTANCE = "0123456789abcdef"
 OTHER = "fedcba9876543210"
@@ -91,13 +92,6 @@ def said(process: subprocess.Popen[str]) -> str:
 def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait(timeout=10)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in 10 s"
-        time.sleep(0.005)
 
 
 # The lock against a second broker.

@@ -197,17 +197,22 @@ def test_what_layers_have_kept_of_a_version_that_failed_is_not_mixed_with_the_ne
         assert server.has(3.0, 3)
 
 
+def two_versions(trainer: TrainerAgent, tensors: dict[str, Any]) -> None:
+    """Publishes these, twice: by then copies are repeated. Then they are others, not published."""
+    trainer.register(tensors)
+    for version in (1, 2):
+        trainer.wait_ready(timeout=20.0)
+        assert trainer.publish(version, timeout=20.0).ok
+    for tensor in tensors.values():
+        tensor += 2.0
+
+
 def test_what_was_copied_before_a_round_failed_is_not_answered_by_though_no_update_was_asked_for(
     server: EngineVLLM, broker: Threaded, url: str
 ) -> None:
     tensors = checkpoint(1.0)
     with TrainerAgent("policy", endpoint=url) as trainer:
-        trainer.register(tensors)
-        for version in (1, 2):
-            trainer.wait_ready(timeout=20.0)
-            assert trainer.publish(version, timeout=20.0).ok
-        for tensor in tensors.values():
-            tensor += 2.0
+        two_versions(trainer, tensors)
         gate = server.hold_answer("/start_weight_update")
         handle = trainer.publish_nowait(3)
         assert gate.came.wait(10.0)
@@ -239,12 +244,7 @@ def test_of_two_workers_one_has_copied_when_the_other_cannot_begin_and_the_serve
         raise RuntimeError("out of memory")
 
     with TrainerAgent("policy", endpoint=url) as trainer:
-        trainer.register(tensors)
-        for version in (1, 2):
-            trainer.wait_ready(timeout=20.0)
-            assert trainer.publish(version, timeout=20.0).ok
-        for tensor in tensors.values():
-            tensor += 2.0
+        two_versions(trainer, tensors)
         with monkeypatch.context() as patch:
             patch.setattr(bad, "start_weight_update", fail)
             result = trainer.publish(3, timeout=20.0)

@@ -154,14 +154,22 @@ def copying(
     made.member.close()
 
 
-def test_what_was_copied_is_voted_for_when_the_engine_is_told_which_version_it_is(
-    trainer: TrainerAgent, copying: tuple[Copying, torch.Tensor], pool: ThreadPoolExecutor
-) -> None:
-    engine, values = copying
+def copied(
+    engine: Copying, values: torch.Tensor, pool: ThreadPoolExecutor, trainer: TrainerAgent
+) -> futures.Future[RoundResult]:
+    """Publishes version 2; it has been copied, and the engine was not told which one it is."""
     values.fill_(2.0)
     engine.begin()
     result = pool.submit(publishing(trainer, 2))
     eventually(lambda: engine.w.eq(2.0).all().item())
+    return result
+
+
+def test_what_was_copied_is_voted_for_when_the_engine_is_told_which_version_it_is(
+    trainer: TrainerAgent, copying: tuple[Copying, torch.Tensor], pool: ThreadPoolExecutor
+) -> None:
+    engine, values = copying
+    result = copied(engine, values, pool, trainer)
     assert not futures.wait([result], 0.2).done
     assert engine.member.worker.version != 2
     engine.member.receive(2, 20.0)
@@ -194,10 +202,7 @@ def test_who_has_begun_an_update_anew_does_not_vote_for_what_was_copied_in_the_o
     trainer: TrainerAgent, copying: tuple[Copying, torch.Tensor], pool: ThreadPoolExecutor
 ) -> None:
     engine, values = copying
-    values.fill_(2.0)
-    engine.begin()
-    result = pool.submit(publishing(trainer, 2))
-    eventually(lambda: engine.w.eq(2.0).all().item())
+    result = copied(engine, values, pool, trainer)
     engine.member.end()
     engine.begin()
     with pytest.raises(UpdateError, match="version 2 has not begun"):
