@@ -267,9 +267,10 @@ class RecordedLoad:
 @cache
 def _warm_up() -> None:
     """Has torch import what it watches operations with: for that no round should have to wait."""
-    tensor = torch.zeros(1)
-    with torch.inference_mode(False), Recorder(lambda: ()).watching():
-        tensor.data.copy_(tensor)
+    with torch.inference_mode(False), torch.device("cpu"):
+        tensor = torch.zeros(1)
+        with Recorder(lambda: ()).watching():
+            tensor.data.copy_(tensor)
 
 
 def _parameters_of(given: WrittenTo) -> Parameters:

@@ -1,8 +1,8 @@
 """Whether tensors still lie where they lay, and as they lay.
 
 Asked in every round, of thousands of them: by what torch has for code that it compiled, which sees
-to it that it is given what it was compiled for, in an eighth of the time. That is nobody's to call,
-so it is tried first; where it has gone, or says no, it is asked by `map`, which takes a third of a
+to it that it is given what it was compiled for, in far less time. That is nobody's to call, so it is
+tried first; where it has gone, or says no, it is asked by `map`, which takes a third of a
 loop's time.
 """
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tensorlease.agents import recorded
 from tensorlease.agents.recorded import RecordedLoad, Recording
 
 if TYPE_CHECKING:
@@ -342,3 +343,8 @@ def test_what_was_recorded_counts_only_for_the_parameters_that_were_there() -> N
     assert load.begin() is load.recording is not None
     model.mine["w"] = torch.zeros(3)
     assert load.begin() is None
+
+
+def test_what_recording_needs_is_imported_though_the_default_device_cannot_be_used() -> None:
+    with torch.inference_mode(), torch.device("cuda"):
+        recorded._warm_up.__wrapped__()
