@@ -127,9 +127,10 @@ class Performer:
         if calls is None:
             # Goes on by itself, and reports, if this coroutine is cancelled.
             with self._connection.mutex:
-                if self._parting is not None:
-                    return None
-                self._moving = True
+                moving = self._moving = self._parting is None
+            if not moving:
+                self._drop(work)
+                return None
             if isinstance(work, CopyWork) and self._intake.sink is not None:
                 await self._amove(work)
                 return None
@@ -239,8 +240,18 @@ class Performer:
                 moving = self._moving = self._moving or self._parting is None
             if moving:
                 self._move_data(work)
+            else:
+                self._drop(work)
         finally:
             self._moved(moving)
+
+    def _drop(self, work: Work) -> None:
+        """No data is moved any more: `work` would be asked for again, for ever, if it stayed."""
+        if isinstance(work, CopyWork):
+            self._report_copy(RuntimeError("the worker closes"))
+        else:
+            with self._connection.acting():
+                self._core.dropped()
 
     def _moved(self, moving: bool) -> None:
         """No data is being moved; `moving`: it was, until now."""

@@ -312,10 +312,9 @@ class WorkerCore(Core):
         for trainer, numbers in mapped.items():
             state.mappings.setdefault(trainer, set()).update(numbers)
         for offer in state.offers:
-            if (offer.trainer, offer.number) in seen:
-                left = set(offer.buffers) - state.mappings.get(offer.trainer, set())
-                if left:
-                    self.post(m.Unmapped(self.session.number, offer.trainer, sorted(left)))
+            left = set(offer.buffers) - state.mappings.get(offer.trainer, set())
+            if left and (offer.trainer, offer.number) in seen:
+                self.post(m.Unmapped(self.session.number, offer.trainer, sorted(left)))
         self.post(m.Take(self.session.number, note))
 
     def unmapped(self) -> None:
@@ -328,6 +327,10 @@ class WorkerCore(Core):
             if not mapped:
                 del self.state.mappings[work.trainer]
         self.post(m.Unmapped(self.session.number, work.trainer, work.buffers))
+
+    def dropped(self) -> None:
+        """What was running is not done any more: the worker has said goodbye, or is about to."""
+        self.running = None
 
     def withdraw(self, text: str) -> bool:
         """Leaves the round by itself, before its vote; False: it is too late, or there is none."""
@@ -413,10 +416,8 @@ class WorkerCore(Core):
         self._add(PrepareWork(rnd.key, rnd.terms, rnd.receivers))
 
     def _find(self, key: RoundKey) -> CurrentRound | None:
-        for rnd in (self.state.round, self.state.pending):
-            if rnd is not None and rnd.key == key:
-                return rnd
-        return None
+        rounds = (self.state.round, self.state.pending)
+        return next((rnd for rnd in rounds if rnd is not None and rnd.key == key), None)
 
     def _on_deliver(self, message: m.Deliver, body: bytes | None) -> None:
         if not message.registered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import gc
@@ -20,7 +21,7 @@ from tensorlease.agents import agent as agent_module
 from tensorlease.agents.hooks import RoundInfo
 from tensorlease.agents.mappings import process_mappings
 from tensorlease.agents.shm import sweep
-from tensorlease.agents.work import CopyWork
+from tensorlease.agents.work import CopyWork, UnmapWork, Work
 from tensorlease.protocol.errors import ClosedError, NoBrokerError
 
 from .. import procs
@@ -112,6 +113,83 @@ def test_a_hook_that_outlasts_the_limit_is_left_and_the_engine_woken_when_it_ret
     thread.join(10.0)
     assert not thread.is_alive()
     assert aborted == ["the worker closes"]
+
+
+@pytest.mark.parametrize("tail", [False, True], ids=["an offer", "an offer that is taken back"])
+def test_what_came_while_a_hook_outlasted_the_limit_is_not_tried_for_ever(
+    trainer: TrainerAgent,
+    worker: WorkerAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    tail: bool,
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    aborted: list[str] = []
+    worker.on_abort(lambda rnd, reason, torn: aborted.append(reason))
+
+    @worker.on_prepare
+    def prepare(rnd: RoundInfo) -> None:
+        inside.set()
+        assert go_on.wait(20.0)
+
+    worker.attach({"w": torch.zeros(3)})
+    thread = serving(worker)
+    trainer.publish_nowait(1)
+    assert inside.wait(10.0)
+    more = trainer.register({"v": torch.ones(2)})
+    eventually(lambda: worker._core.queue)
+    if tail:
+        threading.Thread(target=trainer.unregister, args=(more,), daemon=True).start()
+        eventually(lambda: any(isinstance(work, UnmapWork) for work in worker._core.queue))
+    worker.close(timeout=0.1)
+    moved: list[Work] = []
+    monkeypatch.setattr(worker._performer, "_move_data", moved.append)
+    go_on.set()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert moved == []
+    assert aborted == ["the worker closes"]
+    assert process_mappings().held() == []
+
+
+def run_in_coroutine(worker: WorkerAgent) -> None:
+    async def run() -> None:
+        async for _ in worker.versions():
+            pass
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("run", [WorkerAgent.run, run_in_coroutine])
+def test_a_batch_that_was_at_hand_when_the_limit_was_over_is_not_read(
+    trainer: TrainerAgent,
+    worker: WorkerAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    run: Callable[[WorkerAgent], object],
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    settle = worker._performer._require_settled
+
+    def held(work: Work) -> None:
+        settle(work)
+        if isinstance(work, CopyWork):
+            inside.set()
+            assert go_on.wait(20.0)
+
+    monkeypatch.setattr(worker._performer, "_require_settled", held)
+    copy = torch.zeros(3)
+    worker.attach({"w": copy})
+    thread = threading.Thread(target=run, args=(worker,))
+    thread.start()
+    handle = trainer.publish_nowait(1)
+    assert inside.wait(10.0)
+    worker.close(timeout=0.1)
+    handle.released.wait(10.0)
+    go_on.set()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert copy.tolist() == [0.0] * 3 and not worker.torn
+    assert "the worker closes" in caplog.text and "interrupted" not in caplog.text
 
 
 def test_a_second_close_waits_for_the_first_within_its_own_limit(
