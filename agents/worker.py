@@ -139,8 +139,8 @@ class WorkerAgent(WorkerSetup):
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is a round that has not failed: a hook that waits need not wait longer."""
-        return in_a_round(self._core)
+        """Whether a hook that waits should: the round has not failed, `close` not run out of time."""
+        return in_a_round(self._core) and not self._overdue
 
     @property
     def unwanted(self) -> tuple[str, ...]:

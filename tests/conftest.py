@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,10 @@ from typing import Any
 import pytest
 
 from .examples import EXAMPLES
+
+# Threads that may outlast a test: of servers whose clients are still there, of the one pool of a
+# process for copies, of pyzmq, of multiprocessing.
+STAY = ("process_request_thread", "tensorlease-copy", "GarbageCollectorThread", "(_serve)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,9 +48,16 @@ def _lacking(item: pytest.Item) -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def no_agent_left() -> Iterator[None]:
-    """Each test closes its agents."""
+def nothing_left() -> Iterator[None]:
+    """Each test closes its agents, and ends the threads that it has begun."""
+    before = set(threading.enumerate())
     yield from agents_closed(10.0)
+    deadline = time.monotonic() + 10.0
+    for thread in set(threading.enumerate()) - before:
+        if any(name in str(thread) for name in STAY):
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), f"a thread was left behind: {thread}"
 
 
 def agents_closed(seconds: float) -> Iterator[None]:

@@ -151,6 +151,26 @@ def test_what_came_while_a_hook_outlasted_the_limit_is_not_tried_for_ever(
     assert process_mappings().held() == []
 
 
+def test_a_hook_that_waits_as_long_as_it_should_does_not_outlast_the_limit(
+    trainer: TrainerAgent, worker: WorkerAgent
+) -> None:
+    inside = threading.Event()
+
+    @worker.on_prepare
+    def prepare(rnd: RoundInfo) -> None:
+        inside.set()
+        while worker.goes_on:
+            time.sleep(0.01)
+
+    worker.attach({"w": torch.zeros(3)})
+    thread = serving(worker)
+    trainer.publish_nowait(1)
+    assert inside.wait(10.0)
+    worker.close(timeout=0.1)
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
 def run_in_coroutine(worker: WorkerAgent) -> None:
     async def run() -> None:
         async for _ in worker.versions():

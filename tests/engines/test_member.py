@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -176,6 +177,19 @@ def test_what_was_copied_is_voted_for_when_the_engine_is_told_which_version_it_i
     assert result.result(20.0).ok
 
 
+def test_an_engine_that_ends_with_a_copy_that_it_was_not_told_of_does_not_wait_nor_vote(
+    trainer: TrainerAgent, copying: tuple[Copying, torch.Tensor], pool: ThreadPoolExecutor
+) -> None:
+    engine, values = copying
+    result = copied(engine, values, pool, trainer)
+    began = time.monotonic()
+    engine.member.close()
+    assert time.monotonic() - began < module.CLOSE_S / 2
+    assert not engine.member._thread.is_alive()
+    assert not result.result(20.0).ok
+    assert "the engine ends" in result.result(20.0).reason
+
+
 @pytest.mark.usefixtures("soon")
 def test_what_was_copied_and_the_engine_is_not_told_of_is_no_version_and_the_next_one_is(
     trainer: TrainerAgent, copying: tuple[Copying, torch.Tensor], pool: ThreadPoolExecutor
@@ -232,6 +246,38 @@ def test_a_round_that_the_engine_was_not_told_of_is_without_it_and_says_so(
     assert result.outcome is Outcome.FAILED
     assert "the engine was not told in 0.3 s to take version 1" in result.reason
     assert not engine.loaded
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_only_the_engine_could_load_is_let_go_when_it_is_not_told_to(
+    trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
+) -> None:
+    engine.member.begin(copied=True)
+    result = trainer.publish(1, timeout=20.0)
+    assert "the engine was not told in 0.3 s to load what version 1 brings" in result.reason
+    eventually(trainer.may_write)
+    assert not engine.loaded
+    again = pool.submit(publishing(trainer, 2))
+    engine.member.receive(2, 20.0)
+    assert again.result(20.0).ok
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["not told", "begun"])
+def test_an_engine_that_ends_in_a_round_that_it_was_not_told_of_does_not_wait(
+    trainer: TrainerAgent, engine: Engine, copied: bool
+) -> None:
+    if copied:
+        engine.member.begin(copied=True)
+    handle = trainer.publish_nowait(1, timeout=60.0)
+    eventually(lambda: engine.member.worker.goes_on)
+    if copied:
+        eventually(lambda: engine.member._round is not None)
+    began = time.monotonic()
+    engine.member.close()
+    assert time.monotonic() - began < module.CLOSE_S / 2
+    assert not engine.member._thread.is_alive()
+    assert "the engine ends" in handle.result(20.0).reason
+    handle.released.wait(20.0)
 
 
 def test_a_round_that_does_not_begin_is_given_up_and_the_next_one_comes(

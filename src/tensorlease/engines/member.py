@@ -105,6 +105,8 @@ class EngineMember:
         self._makes = 0
         # That round has ended, and `receive` has yet to hear of it.
         self._over = False
+        # The agent ends: its hooks wait for nothing any more.
+        self._ends = False
         self._tasks: queue.SimpleQueue[_Begun | _Load | _Commit | _End] = queue.SimpleQueue()
         worker.on_prepare(self._prepare)
         worker.on_commit(self._commit)
@@ -194,7 +196,8 @@ class EngineMember:
             )
 
     def close(self) -> None:
-        """Ends the agent. Idempotent."""
+        """Ends the agent, whose hooks wait no longer for the engine. Idempotent."""
+        self._ends = True
         self._worker.stop()
         self._worker.close(CLOSE_S)
         self._thread.join(CLOSE_S)
@@ -263,8 +266,9 @@ class EngineMember:
         began = time.monotonic()
         with self._changed:
             while not self._changed.wait_for(self._is_told, LOOK_S):
-                if not self._worker.goes_on:
-                    raise UpdateError("the round failed before the engine was told of it")
+                if self._ends or not self._worker.goes_on:
+                    what = "the engine ends" if self._ends else "the round failed"
+                    raise UpdateError(f"{what}, and it was not told to take version {info.version}")
                 if time.monotonic() - began > TOLD_S:
                     raise UpdateError(
                         f"the engine was not told in {TOLD_S:g} s to take version {info.version}:"
@@ -282,7 +286,7 @@ class EngineMember:
         done: Future[None] = Future()
         self._put(info, _Load(list(tensors), done))
         tensors.clear()
-        done.result()
+        self._await(done, f"to load what version {info.version} brings")
 
     def _lacking(self, subset: bool) -> Iterable[str]:
         """Says what the engine lacks of a round, once it is told which version that makes.
@@ -292,6 +296,8 @@ class EngineMember:
         began = time.monotonic()
         with self._changed:
             while not self._changed.wait_for(lambda: self._version or not self._round, LOOK_S):
+                if self._ends:
+                    return ["the engine ends, not told which version it has got"]
                 if not self._worker.goes_on:
                     break
                 if time.monotonic() - began > BEGIN_S:
@@ -304,13 +310,18 @@ class EngineMember:
     def _commit(self, info: RoundInfo) -> None:
         done: Future[None] = Future()
         self._put(info, _Commit(info, done))
+        self._await(done, f"that what it has is version {info.version}")
+
+    def _await(self, done: Future[None], told: str) -> None:
+        """Waits until the engine's thread has done it; not for ever if that does not receive."""
         began = time.monotonic()
         while not futures.wait([done], LOOK_S).done:
-            if not self._version and time.monotonic() - began > BEGIN_S:
-                raise UpdateError(
-                    f"the engine was not told in {BEGIN_S:g} s that what it has is version"
-                    f" {info.version}"
-                )
+            with self._changed:
+                over = self._ends or time.monotonic() - began > BEGIN_S
+                if over and not self._version:
+                    self._forget()
+                    why = "ends, not told" if self._ends else f"was not told in {BEGIN_S:g} s"
+                    raise UpdateError(f"the engine {why} {told}")
         done.result()
 
     def _abort(self, info: RoundInfo, reason: str, torn: bool) -> None:
