@@ -111,7 +111,7 @@ def test_a_round_that_failed_before_its_version_was_received_is_not_seen_by_the_
         result = pool.submit(
             lambda: ring_trainer.publish_stream(2, [("w", torch.ones(3))], timeout=20.0)
         )
-        eventually(lambda: engine.member._makes == 2)
+        eventually(lambda: (taken := engine.member._round) is not None and taken.version == 2)
         engine.member.receive(2, 20.0)
         assert result.result(20.0).ok
     finally:

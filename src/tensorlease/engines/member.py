@@ -94,15 +94,14 @@ class EngineMember:
         self._worker = worker
         self._load = load
         self._lacks = lacks
-        # Guards the next five.
+        # Guards the next four.
         self._changed = threading.Condition()
         # A round may be taken in before `receive` is called.
         self._open = False
         # The version that `receive` waits for; 0: it does not.
         self._version = 0
-        # The round that brings it, (group, call), and the version that it makes.
-        self._round: tuple[str, int] | None = None
-        self._makes = 0
+        # The round that is taken in.
+        self._round: RoundInfo | None = None
         # That round has ended, and `receive` has yet to hear of it.
         self._over = False
         # The agent ends: its hooks wait for nothing any more.
@@ -154,8 +153,8 @@ class EngineMember:
         with self._changed:
             if self._version:
                 raise ConfigError(f"version {self._version} is being received already")
-            if self._round is not None and self._makes != version:
-                made = self._makes
+            if self._round is not None and self._round.version != version:
+                made = self._round.version
                 self._forget()
                 raise UpdateError(
                     f"the engine was told to take version {version}, and this is the round of {made}"
@@ -279,7 +278,7 @@ class EngineMember:
                     f"the engine was told to take version {self._version}, and this is the round of"
                     f" {info.version}"
                 )
-            self._round, self._makes = (info.group, info.call), info.version
+            self._round = info
             self._tasks.put(_Begun())
 
     def _stage(self, info: RoundInfo, tensors: Tensors) -> None:
@@ -333,7 +332,7 @@ class EngineMember:
     def _put(self, info: RoundInfo, task: _Load | _Commit | _End) -> None:
         with self._changed:
             # By now it may receive nothing, or a later try of the same version.
-            if self._round != (info.group, info.call):
+            if self._round != info:
                 raise UpdateError("the engine has given the update up")
             self._over = not isinstance(task, _Load)
             self._tasks.put(task)
