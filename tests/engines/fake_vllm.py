@@ -240,6 +240,8 @@ class FakeVLLM:
                     raise Refused(500, "start_weight_update called while one is already active.")
                 self.active = True
                 self.loading.clear()
+                for member in self.members:
+                    member.begin(copied=False)
                 return {"message": "Weight update started"}
             case "/update_weights":
                 self._update(**body["update_info"])

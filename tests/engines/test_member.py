@@ -211,6 +211,32 @@ def test_what_was_copied_and_the_engine_is_not_told_of_is_no_version_and_the_nex
     assert engine.w.tolist() == [3.0] * 3
 
 
+def test_a_round_that_failed_before_the_engine_was_told_of_it_is_not_waited_for_and_comes_again(
+    ring_trainer: TrainerAgent, url: str, pool: ThreadPoolExecutor
+) -> None:
+    engine = Engine(WorkerAgent("policy", replica="engine", endpoint=url))
+    try:
+        ring_trainer.wait_ready()
+        engine.member.begin(copied=False)
+        with left(ring_trainer, 1):
+            eventually(lambda: engine.member.worker.goes_on)
+        eventually(lambda: engine.member._missed)
+        began = time.monotonic()
+        with pytest.raises(
+            UpdateError, match="failed before the engine was told to take version 1"
+        ):
+            engine.member.receive(1, 20.0)
+        assert time.monotonic() - began < module.BEGIN_S / 3
+        engine.member.begin(copied=False)
+        result = pool.submit(
+            lambda: ring_trainer.publish_stream(1, [("w", torch.ones(3))], timeout=20.0)
+        )
+        engine.member.receive(1, 20.0)
+        assert result.result(20.0).ok
+    finally:
+        engine.member.close()
+
+
 @pytest.mark.usefixtures("soon")
 def test_who_has_begun_an_update_anew_does_not_vote_for_what_was_copied_in_the_one_before(
     trainer: TrainerAgent, copying: tuple[Copying, torch.Tensor], pool: ThreadPoolExecutor

@@ -42,6 +42,8 @@ class Client:
 
     def start_weight_update(self) -> None:
         self._called("start")
+        assert self.member is not None
+        self.member.begin(copied=False)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self._called("update")

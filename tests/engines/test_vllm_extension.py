@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from tensorlease.agents import TrainerAgent
-from tensorlease.engines.member import UpdateError
+from tensorlease.engines.member import EngineMember, UpdateError
 from tensorlease.engines.vllm_extension import WorkerExtension
 from tensorlease.protocol.errors import ConfigError
+
+from ..broker.raw_agents import eventually
 
 SIZE = 2
 
@@ -63,6 +65,10 @@ class Engine:
 
     def weights(self) -> list[list[float]]:
         return [worker.model_runner.model.loaded["w"].tolist() for worker in self.workers]
+
+    def members(self) -> list[EngineMember]:
+        made = [worker._tensorlease_member for worker in self.workers]
+        return [member for member in made if member is not None]
 
     def close(self) -> None:
         self.collective_rpc("tensorlease_close")
@@ -120,6 +126,19 @@ def test_layers_are_loaded_anew_where_vllm_can(
     engine.collective_rpc("tensorlease_receive", 1)
     assert handle.result(20.0).ok
     assert calls == ["initialize", "initialize", "finalize", "finalize"]
+
+
+def test_a_version_whose_first_round_failed_untold_may_be_received_of_the_second(
+    trainer: TrainerAgent, engine: Engine
+) -> None:
+    failed = trainer.publish_nowait(1)
+    eventually(lambda: all(member.worker.goes_on for member in engine.members()))
+    assert not trainer.void(failed, 20.0)
+    eventually(lambda: all(member._missed for member in engine.members()))
+    trainer.wait_ready(["engine"], timeout=20.0)
+    handle = trainer.publish_nowait(1)
+    engine.collective_rpc("tensorlease_receive", 1, 20.0)
+    assert handle.result(20.0).ok
 
 
 def test_what_one_worker_raises_is_the_reason_of_all_and_the_next_version_repairs_it(

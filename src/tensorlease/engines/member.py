@@ -38,6 +38,7 @@ BEGIN_S: Final = 15.0
 LOOK_S: Final = 0.1
 """Between two looks whether the round still goes on."""
 CLOSE_S: Final = 5.0
+TOO_LATE: Final = "the round failed before the engine was told to take"
 
 log = logging.getLogger("tensorlease.engines")
 
@@ -94,12 +95,14 @@ class EngineMember:
         self._worker = worker
         self._load = load
         self._lacks = lacks
-        # Guards the next four.
+        # Guards the next five.
         self._changed = threading.Condition()
         # A round may be taken in before `receive` is called.
         self._open = False
         # The version that `receive` waits for; 0: it does not.
         self._version = 0
+        # What a round was to make that failed before `receive` was called, since `begin`; 0: none.
+        self._missed = 0
         # The round that is taken in.
         self._round: RoundInfo | None = None
         # That round has ended, and `receive` has yet to hear of it.
@@ -159,6 +162,8 @@ class EngineMember:
                 raise UpdateError(
                     f"the engine was told to take version {version}, and this is the round of {made}"
                 )
+            if self._missed == version:
+                raise UpdateError(f"{TOO_LATE} version {version}")
             self._version = version
             self._changed.notify_all()
         begun = False
@@ -230,7 +235,7 @@ class EngineMember:
 
     def _forget(self) -> None:
         """Nothing is taken any more; who waits to have something loaded is told. Under the lock."""
-        self._version, self._round, self._open, self._over = 0, None, False, False
+        self._version, self._missed, self._round, self._open, self._over = 0, 0, None, False, False
         while True:
             try:
                 task = self._tasks.get_nowait()
@@ -265,9 +270,11 @@ class EngineMember:
         began = time.monotonic()
         with self._changed:
             while not self._changed.wait_for(self._is_told, LOOK_S):
-                if self._ends or not self._worker.goes_on:
-                    what = "the engine ends" if self._ends else "the round failed"
-                    raise UpdateError(f"{what}, and it was not told to take version {info.version}")
+                if self._ends:
+                    raise UpdateError(f"the engine ends, not told to take version {info.version}")
+                if not self._worker.goes_on:
+                    self._missed = info.version
+                    raise UpdateError(f"{TOO_LATE} version {info.version}")
                 if time.monotonic() - began > TOLD_S:
                     raise UpdateError(
                         f"the engine was not told in {TOLD_S:g} s to take version {info.version}:"

@@ -110,6 +110,7 @@ class WorkerExtension:
                 f"version {version!r}, timeout {timeout!r}: must be numbers, or text of them"
             ) from None
         with self._tensorlease_config():
+            self._tensorlease_member.begin(copied=False)
             begin, end = self._tensorlease_reload()
             begin()
             self._tensorlease_half = True
