@@ -56,7 +56,8 @@ OUT = Path(os.environ.get("OUT", "/tmp/out"))
 SLOT_BYTES = int(os.environ.get("SLOT_MIB", "40")) * 2**20
 LARGE = os.environ.get("LARGE") == "1"
 REPEATS = 5
-PROMPTS = [[1, 87, 107, 104, 35], [1, 300, 301, 302, 303, 304, 305]]
+# Longer than some blocks of vLLM's prefix cache, of 16 tokens each.
+PROMPTS = [[1, *range(200, 270)], [1, *range(300, 230, -1)]]
 
 Weights = dict[str, torch.Tensor]
 # What torch's stubs do not say.
@@ -220,7 +221,11 @@ class Trial:
             f"{what}: {len(wanted)} parameters are those of {name}", not wrong, wrong[:3] or ""
         )
         text = self.generate()
+        self.server.post("/reset_prefix_cache", None, 30.0)
+        self.report.check(f"{what}: nothing of the cache was old", text == self.generate())
         self.report.check(f"{what}: text of {name}", self.texts.setdefault(name, text) == text)
+        differ = len({str(each) for each in self.texts.values()}) == len(self.texts)
+        self.report.check(f"{what}: the texts of {', '.join(self.texts)} differ", differ)
 
     # ------------------------------------------------------------ vLLM's own way
 
@@ -424,11 +429,11 @@ def stock(report: Report, trial: Trial) -> None:
 
 def plugin(report: Report, trial: Trial) -> None:
     """All that a server with our backend can be asked."""
-    device = f"--device={trial.gpu}"
+    words = ("--mode=plugin", f"--device={trial.gpu}")
     with report.step("plugin, registered"):
-        trial.registered("plugin, registered", device)
+        trial.registered("plugin, registered", *words)
     with report.step("plugin, ring of 4"):
-        trial.ring("plugin, ring of 4", 4, device)
+        trial.ring("plugin, ring of 4", 4, *words)
 
 
 def prepare(directory: Path) -> None:

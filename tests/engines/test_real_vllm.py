@@ -210,7 +210,7 @@ def lead(url: str) -> Iterator[Callable[..., None]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*servers: Server) -> None:
-        words = [f"--url={server.url}" for server in servers]
+        words = ["--mode=plugin", *(f"--url={server.url}" for server in servers)]
         words += ["--channel=policy", f"--endpoint={url}"]
         started.append(
             subprocess.Popen(

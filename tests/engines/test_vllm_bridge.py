@@ -299,7 +299,7 @@ def test_the_command_leads_servers_until_it_is_told_to_end(
     for server in servers:
         server.start()
     program = [sys.executable, "-P", "-m", "tensorlease.cli", "bridge", "vllm", "--channel=policy"]
-    words = [f"--url={server.url}" for server in servers]
+    words = ["--mode=plugin", *(f"--url={server.url}" for server in servers)]
     process = subprocess.Popen([*program, f"--endpoint={url}", *words])
     try:
         assert source.publish(1, replicas=2).ok

@@ -444,7 +444,7 @@ def test_the_command_leads_stock_servers_until_it_is_told_to_end(
     for server in servers:
         server.start()
     program = [sys.executable, "-P", "-m", "tensorlease.cli", "bridge", "vllm", "--channel=policy"]
-    words = ["--mode=ipc", *(["--packed", "--packed-buffer-size-bytes=4096"] if packed else [])]
+    words = ["--packed", "--packed-buffer-size-bytes=4096"] if packed else []
     words += [f"--url={server.url}" for server in servers]
     process = subprocess.Popen([*program, f"--endpoint={url}", *words])
     try:

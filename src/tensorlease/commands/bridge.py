@@ -35,9 +35,9 @@ def bridge() -> None:
 @click.option(
     "--mode",
     type=click.Choice(MODES),
-    default="plugin",
+    default="ipc",
     show_default=True,
-    help="plugin: the servers' workers have our backend; ipc: stock servers, with vLLM's own.",
+    help="ipc: stock servers, with vLLM's own backend; plugin: tensorlease is installed beside them.",
 )
 @click.option(
     "--device",
@@ -107,10 +107,11 @@ def vllm(
 ) -> None:
     """Lead vLLM servers through the rounds of a channel; ends at Ctrl+C.
 
-    Start each with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "tensorlease"}'.
-
-    With --mode ipc the servers are stock ones, without this package: VLLM_SERVER_DEV_MODE=1,
+    Stock servers, of whose packages none is ours: start each with VLLM_SERVER_DEV_MODE=1,
     VLLM_ALLOW_INSECURE_SERIALIZATION=1 and --weight-transfer-config '{"backend": "ipc"}'.
+
+    Servers with tensorlease installed, which is faster and works on CPUs, too: --mode plugin here, and
+    VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "tensorlease"}' there.
     """
     given = [VLLMServer(url) for url in urls]
     servers = list({server.address: server for server in reversed(given)}.values())[::-1]

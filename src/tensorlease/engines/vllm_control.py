@@ -1,4 +1,4 @@
-"""vLLM servers led by the trainer's own process: `tensorlease bridge vllm`, as an object."""
+"""vLLM servers led by the trainer's own process: `tensorlease bridge vllm --mode plugin`, as an object."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class VLLMControl:
 
     Each server is a replica of its own, named by its address, and has a leader in a thread of this
     process, from the first `publish` with it to `close`: make it once, and on one rank. What
-    leaders do, and what becomes of a server that fails, is as with `tensorlease bridge vllm`.
+    leaders do, and what becomes of a server that fails, is as with `tensorlease bridge vllm
+    --mode plugin`.
 
     Args:
         servers: Their addresses, or objects that reach them; they may come later, and go and come

@@ -1,6 +1,6 @@
 """vLLM's weight-transfer backend `tensorlease`: a worker that takes versions from a broker.
 
-Runs in vLLM's worker processes. `tensorlease bridge vllm`, or a control client, tells it when a
+Runs in vLLM's worker processes. `tensorlease bridge vllm --mode plugin`, or a control client, tells it when a
 round begins; the handles come from the broker, without a pickle.
 """
 
