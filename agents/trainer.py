@@ -428,14 +428,20 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
             except TensorleaseError:
                 pass  # Broken: said before.
             finally:
-                self._goodbye(deadline)
-                with self._connection.mutex:
-                    registered = self._registry.close()
-                    self._ring.close()
-                for buffers in registered:
-                    buffers.close()
-                self._snapshot.free()
-                self._drop_guards()
+                try:
+                    self._goodbye(deadline)
+                finally:
+                    self._give_back()
+
+    def _give_back(self) -> None:
+        """Nobody can ask for its memory any more."""
+        with self._connection.mutex:
+            registered = self._registry.close()
+            self._ring.close()
+        for buffers in registered:
+            buffers.close()
+        self._snapshot.close()
+        self._drop_guards()
 
     def _is_drained(self) -> bool:
         calls = self._core.state.calls.values()

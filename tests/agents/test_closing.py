@@ -11,16 +11,19 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tensorlease.agents import Outcome, TrainerAgent, WorkerAgent
+from tensorlease.agents import Outcome, TrainerAgent, WorkerAgent, snapshot
 from tensorlease.agents import agent as agent_module
+from tensorlease.agents.copying import Run, copy_runs
 from tensorlease.agents.hooks import RoundInfo
 from tensorlease.agents.mappings import process_mappings
-from tensorlease.agents.shm import sweep
+from tensorlease.agents.shm import ShmSegment, sweep
 from tensorlease.agents.work import CopyWork, UnmapWork, Work
 from tensorlease.protocol.errors import ClosedError, NoBrokerError
 
@@ -261,6 +264,37 @@ def test_what_is_registered_while_another_thread_closes_is_given_back(
     with pytest.raises(ClosedError):
         trainer.register({"v": tensor})
     assert tensor.tolist() == [3.0] * 5
+    assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
+
+
+def test_a_snapshot_that_is_being_made_while_another_thread_closes_stays_until_it_is(
+    trainer: TrainerAgent, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.publish_nowait(1, snapshot=True, quorum=0).result(10.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held(runs: Sequence[Run]) -> None:
+        begun.set()
+        assert go_on.wait(20.0)
+        assert memory() is not None  # Else this would be the end of the process.
+        copy_runs(runs)
+
+    monkeypatch.setattr(snapshot, "copy_runs", held)
+
+    def publish() -> None:
+        with pytest.raises(ClosedError):
+            trainer.publish_nowait(2, snapshot=True, quorum=0)
+
+    segment = trainer._snapshot._memory[0]
+    assert isinstance(segment, ShmSegment)
+    memory = weakref.ref(segment._block)
+    del segment
+    with ThreadPoolExecutor(1) as pool:
+        published = pool.submit(publish)
+        assert begun.wait(10.0)
+        trainer.close()
+        go_on.set()
+        published.result(10.0)
     assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
 
 
