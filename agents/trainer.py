@@ -383,8 +383,10 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
             terms = replace(terms, base=self._last_version_below(terms.version))
         former, handle.call = handle.call, self._core.open(terms)
         for call in [call for call in self._handles if call not in self._core.state.calls]:
-            del self._handles[call]
+            gone = self._handles.pop(call)
             self._voided.pop(call, None)
+            if gone.call == call:  # Else it was opened again, under another one.
+                gone.forget()
         self._handles[handle.call] = handle
         if self._begin_batches(handle, former):
             return
