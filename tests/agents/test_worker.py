@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -235,6 +236,28 @@ async def test_a_cancelled_step_leaves_the_worker_able_to_go_on(
         await task
     trainer.publish_nowait(1)
     assert await worker.astep(10.0) == 1
+
+
+@pytest.mark.parametrize("callback", [False, True], ids=["a copy", "a callback"])
+async def test_a_batch_for_which_there_is_no_thread_puts_the_worker_out_of_one_round_alone(
+    trainer: TrainerAgent, worker: WorkerAgent, callback: bool
+) -> None:
+    if callback:
+        worker.on_stage(lambda rnd, tensors: None)
+    else:
+        worker.attach(weights())
+    loop, ended = asyncio.get_running_loop(), ThreadPoolExecutor()
+    worker.on_prepare(lambda rnd: loop.set_default_executor(ended) if rnd.version == 1 else None)
+    ended.shutdown()
+    handle = trainer.publish_nowait(1)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        await worker.astep(10.0)
+    loop.set_default_executor(ThreadPoolExecutor())
+    assert await worker.astep(0.2) is None
+    await handle.released
+    assert "interrupted" in (await handle).reason
+    trainer.publish_nowait(2)
+    assert await worker.astep(10.0) == 2
 
 
 def test_a_coroutine_hook_in_plain_code_puts_the_worker_out_and_says_why(
