@@ -210,12 +210,15 @@ class WorkerAgent(WorkerSetup):
         version = check_number("version", version)
         deadline = deadline_of(timeout)
         if self._serving.locked():
+            stops = self._stops
             self._connection.wait_until(
-                lambda: self.version >= version,
+                lambda: self.version >= version or self._stops != stops,
                 deadline,
                 lambda _: self._late(version, timeout),
                 quiet=True,
             )
+            if self.version < version:
+                raise self._late(version, timeout)
             return self.version
         with self._serve():
             while self.version < version:

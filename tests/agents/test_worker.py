@@ -185,6 +185,27 @@ def test_a_worker_that_comes_late_is_offered_what_was_registered_before(
     assert tensors["mine"].tolist() == [1.0] * 3
 
 
+def test_who_waits_for_what_another_thread_does_is_told_to_stop_with_it(
+    worker: WorkerAgent,
+) -> None:
+    worker.attach(weights())
+    serving = threading.Thread(target=worker.run)
+    serving.start()
+    eventually(worker._serving.locked)
+
+    def wait() -> None:
+        with pytest.raises(DeadlineError, match="at version 0"):
+            worker.wait_for(1, 60.0)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    eventually(lambda: worker._connection.changed._waiters)  # type: ignore[attr-defined]
+    worker.stop()
+    for thread in (serving, waiting):
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
 # ---------------------------------------------------------------- with asyncio
 
 
