@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -359,11 +360,26 @@ def test_a_trainer_whose_broker_is_gone_ends_in_less_than_five_seconds_and_with_
 # ---------------------------------------------------------------- by itself
 
 
+def refer(worker: WorkerAgent, how: str) -> None:
+    """Has it take a tensor, and be referred to by something that it has been given."""
+    model: Any = torch.nn.Module()
+    model.register_buffer("w", torch.zeros(3))
+    if how == "in its callback":
+        worker.on_stage(lambda rnd, tensors: None if worker.goes_on else worker.stop())
+        return
+    if how == "in a hook":
+        worker.on_abort(lambda rnd, reason, torn: worker.stop())
+    elif how == "by its model":
+        model.worker = worker
+    worker.attach(model)
+
+
+@pytest.mark.parametrize("referred", ["nowhere", "in a hook", "in its callback", "by its model"])
 def test_a_worker_that_nobody_closed_is_named_and_gives_its_mappings_back(
-    trainer: TrainerAgent, broker: Threaded, url: str
+    trainer: TrainerAgent, broker: Threaded, url: str, referred: str
 ) -> None:
     worker = WorkerAgent("policy", endpoint=url, replica="b")
-    worker.attach({"w": torch.zeros(3)})
+    refer(worker, referred)
     thread = serving(worker)
     assert trainer.publish(1, timeout=20.0).ok
     worker.stop()
