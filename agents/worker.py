@@ -322,11 +322,13 @@ class WorkerAgent(WorkerSetup):
             self._server = threading.get_ident()
             yield
         finally:
-            if self._overdue:
-                self._drain(time.monotonic())
-            self._server = None
-            self._stopped = False
-            self._serving.release()
+            try:
+                if self._overdue:
+                    self._drain(time.monotonic())
+            finally:
+                self._server = None
+                self._stopped = False
+                self._serving.release()
 
     def _work_until_commit(self, deadline: float) -> int | None:
         while (work := self._next_work(deadline)) is not None:

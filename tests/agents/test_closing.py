@@ -119,6 +119,32 @@ def test_a_hook_that_outlasts_the_limit_is_left_and_the_engine_woken_when_it_ret
     assert aborted == ["the worker closes"]
 
 
+def test_what_ends_a_program_and_comes_from_the_last_hook_keeps_nobody_from_closing(
+    trainer: TrainerAgent, worker: WorkerAgent
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    @worker.on_prepare
+    def prepare(rnd: RoundInfo) -> None:
+        inside.set()
+        assert go_on.wait(20.0)
+
+    worker.on_abort(lambda rnd, reason, torn: sys.exit(3))
+    worker.attach({"w": torch.zeros(3)})
+
+    def serve() -> None:
+        with pytest.raises(SystemExit), worker:
+            worker.run()
+
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        trainer.publish_nowait(1)
+        assert inside.wait(10.0)
+        worker.close(timeout=0.1)
+        go_on.set()
+        served.result(10.0)
+
+
 @pytest.mark.parametrize("tail", [False, True], ids=["an offer", "an offer that is taken back"])
 def test_what_came_while_a_hook_outlasted_the_limit_is_not_tried_for_ever(
     trainer: TrainerAgent,
