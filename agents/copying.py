@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, NamedTuple
+
+from .interrupts import HeldBack
 
 MAX_THREADS: Final = 8
 SHARE_BYTES: Final = 4 * 2**20
@@ -54,9 +56,18 @@ class Runs:
         shares = self._shares
         if not shares:
             return
-        # The caller is one of the threads; all are waited for before any error leaves.
-        waiting = [_pool.submit(_copy, share) for share in shares[1:]]
-        _copy(shares[0])
+        if len(shares) == 1:
+            _copy(shares[0])
+            return
+        # The caller is one of the threads; all are waited for before any error leaves, an
+        # interrupt's say: then the memory may be unmapped.
+        with HeldBack():
+            waiting: list[Future[None]] = []
+            try:
+                waiting.extend(_pool.submit(_copy, share) for share in shares[1:])
+                _copy(shares[0])
+            finally:
+                wait(waiting)
         for done in waiting:
             done.result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from threading import Lock
 
@@ -10,6 +11,8 @@ from msgspec import Struct
 from ..protocol.handles import Handle, ShmHandle
 from .errors import MappingError
 from .memory import MappedMemory
+
+log = logging.getLogger("tensorlease.agents")
 
 
 class _Held(Struct):
@@ -78,6 +81,17 @@ class Mappings:
                 if memory.foreign and memory.address <= address < memory.address + memory.nbytes:
                     return key
         return None
+
+
+def unmap_all(mapped: dict[str, dict[int, MappedMemory]]) -> None:
+    """Ends the use of all of these, by source and number; what is looked into is kept, and said."""
+    for source, held in mapped.items():
+        for number in held:
+            try:
+                process_mappings().unmap(source, number)
+            except MappingError as error:
+                log.error("%s", error)
+        held.clear()
 
 
 def open_handle(handle: Handle, source: str, number: int) -> MappedMemory:

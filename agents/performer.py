@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
@@ -134,8 +134,7 @@ class Performer:
             if isinstance(work, CopyWork) and self._intake.sink is not None:
                 await self._amove(work)
                 return None
-            loop = asyncio.get_running_loop()
-            await asyncio.shield(loop.run_in_executor(None, self._move, work))
+            await self._beside(self._move, work)
             return None
         start = time.monotonic()
         error: BaseException | None = None
@@ -280,9 +279,9 @@ class Performer:
                 if given_up:
                     self._give_up()
 
-        loop = asyncio.get_running_loop()
+        copying = self._beside(copy)
         try:
-            await asyncio.shield(loop.run_in_executor(None, copy))
+            await copying
         except BaseException:
             with self._connection.mutex:
                 left, done = True, read
@@ -293,6 +292,14 @@ class Performer:
             await self._agive()
         finally:
             self._moved(True)
+
+    def _beside(self, move: Callable[..., None], *args: object) -> Awaitable[None]:
+        """Has a thread move data; if there is none for it, nothing is being moved."""
+        try:
+            return asyncio.shield(asyncio.get_running_loop().run_in_executor(None, move, *args))
+        except BaseException:
+            self._moved(True)
+            raise
 
     def _give_up(self) -> None:
         """What was read of a batch goes to nobody."""

@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 from msgspec import Struct
 
 from ..protocol import records
-from ..protocol.errors import ClosedError, DeadlineError, RoundFailedError, TensorleaseError
-from ..protocol.records import Fate, Holder, Outcome, ReplicaResult
+from ..protocol.errors import (
+    ClosedError,
+    DeadlineError,
+    RefusedError,
+    RoundFailedError,
+    TensorleaseError,
+)
+from ..protocol.records import Code, Fate, Holder, Outcome, ReplicaResult
 from .waiting import Wait, seconds
 
 if TYPE_CHECKING:
@@ -252,7 +258,8 @@ class Milestone(Generic[T]):
 
         Raises:
             DeadlineError: The limit has passed; names who is missing. The round goes on.
-            TensorleaseError: It will never be reached: the round was refused, or the agent closed.
+            TensorleaseError: It will never be reached: the round was refused, or was void and another
+                has begun, or the agent closed.
             ClosedError: This process was forked from that of the round.
         """
         if os.getpid() != self._pid:
@@ -434,6 +441,14 @@ class RoundHandle:
         self.skipped = True
         self.released.reach(None)
         self.finished.fail(error)
+
+    def forget(self) -> None:
+        """Of a round that was void nobody hears any more, now that another has begun."""
+        text = (
+            f"version {self.version} (call {self.call}) was void, and another round has begun: who still"
+            " reads for it is not told any more"
+        )
+        self.fail(RefusedError(text, Code.NO_ROUND.value))
 
     def fail(self, error: TensorleaseError) -> None:
         """Neither milestone will be reached, unless it was."""

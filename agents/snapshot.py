@@ -44,6 +44,7 @@ class Snapshot:
         self._allocate = allocate
         self._number = number
         self._turn = threading.Lock()
+        self._closed = False
         # The registered buffers that the segments fit, and those segments.
         self._fits: list[RegisteredBuffers] = []
         self._copies: list[Copies] = []
@@ -69,6 +70,17 @@ class Snapshot:
             yield
         finally:
             self._turn.release()
+            if self._closed:
+                self.close()
+
+    def close(self) -> None:
+        """Gives the segments back for good; whoever copies now does so when that is done."""
+        self._closed = True
+        if self._turn.acquire(blocking=False):
+            try:
+                self.free()
+            finally:
+                self._turn.release()
 
     @property
     def buffers(self) -> list[int]:

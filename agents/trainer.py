@@ -383,8 +383,10 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
             terms = replace(terms, base=self._last_version_below(terms.version))
         former, handle.call = handle.call, self._core.open(terms)
         for call in [call for call in self._handles if call not in self._core.state.calls]:
-            del self._handles[call]
+            gone = self._handles.pop(call)
             self._voided.pop(call, None)
+            if gone.call == call:  # Else it was opened again, under another one.
+                gone.forget()
         self._handles[handle.call] = handle
         if self._begin_batches(handle, former):
             return
@@ -428,14 +430,20 @@ class TrainerAgent(RegisteredSource, RingSource, Publisher):
             except TensorleaseError:
                 pass  # Broken: said before.
             finally:
-                self._goodbye(deadline)
-                with self._connection.mutex:
-                    registered = self._registry.close()
-                    self._ring.close()
-                for buffers in registered:
-                    buffers.close()
-                self._snapshot.free()
-                self._drop_guards()
+                try:
+                    self._goodbye(deadline)
+                finally:
+                    self._give_back()
+
+    def _give_back(self) -> None:
+        """Nobody can ask for its memory any more."""
+        with self._connection.mutex:
+            registered = self._registry.close()
+            self._ring.close()
+        for buffers in registered:
+            buffers.close()
+        self._snapshot.close()
+        self._drop_guards()
 
     def _is_drained(self) -> bool:
         calls = self._core.state.calls.values()

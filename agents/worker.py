@@ -7,8 +7,10 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..protocol import messages as m
@@ -18,6 +20,7 @@ from .agent import CONNECT_TIMEOUT_S
 from .arguments import check_name, check_number, check_place, deadline_of, identity, new_instance
 from .core import Effect, Identity
 from .intake import Intake
+from .mappings import unmap_all
 from .performer import Performer, in_a_round
 from .work import Work
 from .worker_core import WorkerCore
@@ -92,13 +95,20 @@ class WorkerAgent(WorkerSetup):
         self._overdue = False
         # Closed, as far as it could be.
         self._parted = False
-        intake = self._intake
+        # Nothing that the user has given: hooks and models that refer to the worker would keep it.
+        give_back = partial(unmap_all, self._intake._mapped)
 
         def abandoned() -> None:
-            performer.part(intake.unmap_all)
+            # A thread whose coroutine was cancelled may be reading.
+            reading = performer()
+            if reading is None:
+                give_back()
+            else:
+                reading.part(give_back)
 
         super().__init__(core, endpoint, connect_timeout, abandoned)
-        self._performer = performer = Performer(core, self._connection, intake)
+        self._performer = Performer(core, self._connection, self._intake)
+        performer = weakref.ref(self._performer)
 
     def _make_core(
         self, me: Identity, replica: str, member: int, size: int, version: int
@@ -210,12 +220,15 @@ class WorkerAgent(WorkerSetup):
         version = check_number("version", version)
         deadline = deadline_of(timeout)
         if self._serving.locked():
+            stops = self._stops
             self._connection.wait_until(
-                lambda: self.version >= version,
+                lambda: self.version >= version or self._stops != stops,
                 deadline,
                 lambda _: self._late(version, timeout),
                 quiet=True,
             )
+            if self.version < version:
+                raise self._late(version, timeout)
             return self.version
         with self._serve():
             while self.version < version:
@@ -309,11 +322,13 @@ class WorkerAgent(WorkerSetup):
             self._server = threading.get_ident()
             yield
         finally:
-            if self._overdue:
-                self._drain(time.monotonic())
-            self._server = None
-            self._stopped = False
-            self._serving.release()
+            try:
+                if self._overdue:
+                    self._drain(time.monotonic())
+            finally:
+                self._server = None
+                self._stopped = False
+                self._serving.release()
 
     def _work_until_commit(self, deadline: float) -> int | None:
         while (work := self._next_work(deadline)) is not None:

@@ -11,16 +11,20 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tensorlease.agents import Outcome, TrainerAgent, WorkerAgent
+from tensorlease.agents import Outcome, TrainerAgent, WorkerAgent, snapshot
 from tensorlease.agents import agent as agent_module
+from tensorlease.agents.copying import Run, copy_runs
 from tensorlease.agents.hooks import RoundInfo
 from tensorlease.agents.mappings import process_mappings
-from tensorlease.agents.shm import sweep
+from tensorlease.agents.shm import ShmSegment, sweep
 from tensorlease.agents.work import CopyWork, UnmapWork, Work
 from tensorlease.protocol.errors import ClosedError, NoBrokerError
 
@@ -113,6 +117,32 @@ def test_a_hook_that_outlasts_the_limit_is_left_and_the_engine_woken_when_it_ret
     thread.join(10.0)
     assert not thread.is_alive()
     assert aborted == ["the worker closes"]
+
+
+def test_what_ends_a_program_and_comes_from_the_last_hook_keeps_nobody_from_closing(
+    trainer: TrainerAgent, worker: WorkerAgent
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    @worker.on_prepare
+    def prepare(rnd: RoundInfo) -> None:
+        inside.set()
+        assert go_on.wait(20.0)
+
+    worker.on_abort(lambda rnd, reason, torn: sys.exit(3))
+    worker.attach({"w": torch.zeros(3)})
+
+    def serve() -> None:
+        with pytest.raises(SystemExit), worker:
+            worker.run()
+
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        trainer.publish_nowait(1)
+        assert inside.wait(10.0)
+        worker.close(timeout=0.1)
+        go_on.set()
+        served.result(10.0)
 
 
 @pytest.mark.parametrize("tail", [False, True], ids=["an offer", "an offer that is taken back"])
@@ -264,6 +294,37 @@ def test_what_is_registered_while_another_thread_closes_is_given_back(
     assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
 
 
+def test_a_snapshot_that_is_being_made_while_another_thread_closes_stays_until_it_is(
+    trainer: TrainerAgent, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.publish_nowait(1, snapshot=True, quorum=0).result(10.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held(runs: Sequence[Run]) -> None:
+        begun.set()
+        assert go_on.wait(20.0)
+        assert memory() is not None  # Else this would be the end of the process.
+        copy_runs(runs)
+
+    monkeypatch.setattr(snapshot, "copy_runs", held)
+
+    def publish() -> None:
+        with pytest.raises(ClosedError):
+            trainer.publish_nowait(2, snapshot=True, quorum=0)
+
+    segment = trainer._snapshot._memory[0]
+    assert isinstance(segment, ShmSegment)
+    memory = weakref.ref(segment._block)
+    del segment
+    with ThreadPoolExecutor(1) as pool:
+        published = pool.submit(publish)
+        assert begun.wait(10.0)
+        trainer.close()
+        go_on.set()
+        published.result(10.0)
+    assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
+
+
 # ---------------------------------------------------------------- without a broker
 
 
@@ -325,11 +386,26 @@ def test_a_trainer_whose_broker_is_gone_ends_in_less_than_five_seconds_and_with_
 # ---------------------------------------------------------------- by itself
 
 
+def refer(worker: WorkerAgent, how: str) -> None:
+    """Has it take a tensor, and be referred to by something that it has been given."""
+    model: Any = torch.nn.Module()
+    model.register_buffer("w", torch.zeros(3))
+    if how == "in its callback":
+        worker.on_stage(lambda rnd, tensors: None if worker.goes_on else worker.stop())
+        return
+    if how == "in a hook":
+        worker.on_abort(lambda rnd, reason, torn: worker.stop())
+    elif how == "by its model":
+        model.worker = worker
+    worker.attach(model)
+
+
+@pytest.mark.parametrize("referred", ["nowhere", "in a hook", "in its callback", "by its model"])
 def test_a_worker_that_nobody_closed_is_named_and_gives_its_mappings_back(
-    trainer: TrainerAgent, broker: Threaded, url: str
+    trainer: TrainerAgent, broker: Threaded, url: str, referred: str
 ) -> None:
     worker = WorkerAgent("policy", endpoint=url, replica="b")
-    worker.attach({"w": torch.zeros(3)})
+    refer(worker, referred)
     thread = serving(worker)
     assert trainer.publish(1, timeout=20.0).ok
     worker.stop()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -47,3 +51,47 @@ def test_every_run_arrives_whatever_the_number_of_threads(
     copy_runs(runs)
     assert torch.equal(source, target)
     copy_runs([])
+
+
+@pytest.mark.parametrize("what", ["an interrupt", "no thread"])
+def test_no_error_leaves_while_another_thread_copies(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(copying, "_threads", lambda nbytes: 3)
+    source, begun, ended = torch.ones(300, dtype=torch.uint8), threading.Event(), threading.Event()
+    target = torch.zeros_like(source)
+    copy, submit = copying._copy, copying._pool.submit
+
+    def slow(runs: Sequence[Run]) -> None:
+        begun.set()
+        time.sleep(0.3)
+        copy(runs)
+        ended.set()
+
+    def first_of_all(runs: Sequence[Run]) -> None:
+        assert begun.wait(10.0)
+        signal.raise_signal(signal.SIGINT)
+
+    def one_alone(*_: object) -> object:
+        if begun.is_set():
+            raise RuntimeError("can't start new thread")
+        future = submit(slow, [Run(target.data_ptr(), source.data_ptr(), 100)])
+        assert begun.wait(10.0)
+        return future
+
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if what == "no thread":
+            monkeypatch.setattr(copying._pool, "submit", one_alone)
+        else:
+            main = threading.get_ident()
+            monkeypatch.setattr(
+                copying,
+                "_copy",
+                lambda runs: (first_of_all if threading.get_ident() == main else slow)(runs),
+            )
+        with pytest.raises(RuntimeError if what == "no thread" else KeyboardInterrupt):
+            copy_runs([Run(target.data_ptr(), source.data_ptr(), 300)] * 2)
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert ended.is_set()

@@ -17,7 +17,7 @@ from tensorlease.protocol.codec import decode_from_broker
 from tensorlease.protocol.errors import DeadlineError, RefusedError
 
 from ..broker.raw_agents import Threaded, config_for, eventually
-from ..procs import Spawn
+from ..procs import Spawn, Spawned
 
 torch = pytest.importorskip("torch")
 
@@ -186,6 +186,19 @@ def test_a_close_that_was_interrupted_has_closed(broker: Threaded, url: str) -> 
     interrupt(lambda: trainer.close(timeout=FAR_S), in_condition(trainer))
     assert trainer.closed
     eventually(lambda: not broker.broker.ledger.state.peers)
+
+
+def test_a_goodbye_that_was_interrupted_leaves_no_segment(
+    start_broker: Callable[[], Spawned], url: str
+) -> None:
+    broker = start_broker()
+    trainer = TrainerAgent("policy", endpoint=url)
+    trainer.register({"w": torch.ones(3)})
+    broker.stop()
+    interrupt(lambda: trainer.close(timeout=FAR_S), in_condition(trainer))
+    assert os.listdir(os.environ["TENSORLEASE_SHM_DIR"]) == []
+    broker.go_on()
+    eventually(lambda: not trainer.connected)
 
 
 def test_an_interrupt_just_when_a_wait_has_let_go_of_the_lock_passes_through_and_all_goes_on(

@@ -28,7 +28,7 @@ torch = pytest.importorskip("torch")
 NEVER_WAITS = {
     "TrainerAgent": {"may_write"},
     "WorkerAgent": {"on_abort", "on_commit", "on_prepare", "stop"},
-    "RoundHandle": {"fail", "note_released", "note_stuck", "skip"},
+    "RoundHandle": {"fail", "forget", "note_released", "note_stuck", "skip"},
     "Milestone": {"fail", "reach"},
     "RingRound": {"flush", "repeat"},
 }

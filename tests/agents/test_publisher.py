@@ -223,6 +223,23 @@ def test_after_a_skipped_version_nobody_is_served_what_was_never_published(
         assert (span.version, late.version) == (2, 2)
 
 
+def test_of_a_void_round_that_is_still_read_nobody_waits_for_ever_once_another_has_begun(
+    trainer: TrainerAgent, start_worker: StartWorker
+) -> None:
+    gate = Gate(1)
+    trainer.register({"w": torch.ones(3)})
+    start_worker("a", {"w": torch.zeros(3)}, gate)
+    trainer.wait_ready()
+    handle = trainer.publish_nowait(1)
+    gate.wait_for(trainer)
+    assert trainer.void(handle) is False
+    assert not handle.result(10.0).ok
+    trainer.publish_nowait(2, min_replicas=0, open_s=0.1).result(10.0)
+    with pytest.raises(RefusedError, match=r"version 1 \(call 1\) was void"):
+        handle.released.wait(5.0)
+    gate.go_on.set()
+
+
 # ---------------------------------------------------------------- snapshots
 
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -184,6 +185,27 @@ def test_a_worker_that_comes_late_is_offered_what_was_registered_before(
     assert tensors["mine"].tolist() == [1.0] * 3
 
 
+def test_who_waits_for_what_another_thread_does_is_told_to_stop_with_it(
+    worker: WorkerAgent,
+) -> None:
+    worker.attach(weights())
+    serving = threading.Thread(target=worker.run)
+    serving.start()
+    eventually(worker._serving.locked)
+
+    def wait() -> None:
+        with pytest.raises(DeadlineError, match="at version 0"):
+            worker.wait_for(1, 60.0)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    eventually(lambda: worker._connection.changed._waiters)  # type: ignore[attr-defined]
+    worker.stop()
+    for thread in (serving, waiting):
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
 # ---------------------------------------------------------------- with asyncio
 
 
@@ -235,6 +257,28 @@ async def test_a_cancelled_step_leaves_the_worker_able_to_go_on(
         await task
     trainer.publish_nowait(1)
     assert await worker.astep(10.0) == 1
+
+
+@pytest.mark.parametrize("callback", [False, True], ids=["a copy", "a callback"])
+async def test_a_batch_for_which_there_is_no_thread_puts_the_worker_out_of_one_round_alone(
+    trainer: TrainerAgent, worker: WorkerAgent, callback: bool
+) -> None:
+    if callback:
+        worker.on_stage(lambda rnd, tensors: None)
+    else:
+        worker.attach(weights())
+    loop, ended = asyncio.get_running_loop(), ThreadPoolExecutor()
+    worker.on_prepare(lambda rnd: loop.set_default_executor(ended) if rnd.version == 1 else None)
+    ended.shutdown()
+    handle = trainer.publish_nowait(1)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        await worker.astep(10.0)
+    loop.set_default_executor(ThreadPoolExecutor())
+    assert await worker.astep(0.2) is None
+    await handle.released
+    assert "interrupted" in (await handle).reason
+    trainer.publish_nowait(2)
+    assert await worker.astep(10.0) == 2
 
 
 def test_a_coroutine_hook_in_plain_code_puts_the_worker_out_and_says_why(

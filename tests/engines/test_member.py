@@ -16,7 +16,7 @@ from tensorlease.agents.recorded import RecordedLoad
 from tensorlease.engines import member as module
 from tensorlease.engines.member import EngineMember, Tensors, UpdateError
 from tensorlease.protocol.errors import ConfigError
-from tensorlease.protocol.records import Outcome
+from tensorlease.protocol.records import Outcome, Phase
 
 from ..broker.raw_agents import eventually
 from .conftest import left
@@ -188,6 +188,31 @@ def test_an_engine_that_ends_with_a_copy_that_it_was_not_told_of_does_not_wait_n
     assert not engine.member._thread.is_alive()
     assert not result.result(20.0).ok
     assert "the engine ends" in result.result(20.0).reason
+
+
+def test_who_receives_is_told_that_the_engine_ends_before_the_others_have_voted(
+    trainer: TrainerAgent, url: str, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.3)
+    let_go = threading.Event()
+    engine = Engine(WorkerAgent("policy", replica="engine", size=2, endpoint=url))
+    with WorkerAgent("policy", replica="engine", member=1, size=2, endpoint=url) as other:
+        other.on_prepare(lambda round: let_go.wait(20.0))
+        other.attach({"w": torch.zeros(3)})
+        serving = pool.submit(other.run)
+        trainer.wait_ready()
+        result = pool.submit(publishing(trainer))
+        receiving = pool.submit(engine.member.receive, 1, 60.0)
+        eventually(lambda: engine.member.worker._core.phase is Phase.VOTED)
+        engine.member.close()
+        with pytest.raises(UpdateError, match="version 1 did not come: the engine ends"):
+            receiving.result(5.0)
+        with pytest.raises(UpdateError, match="version 2 does not come: the engine ends"):
+            engine.member.receive(2, 60.0)
+        let_go.set()
+        assert not result.result(20.0).ok
+        other.stop()
+        serving.result(20.0)
 
 
 @pytest.mark.usefixtures("soon")

@@ -154,6 +154,8 @@ class EngineMember:
         """
         began = time.monotonic()
         with self._changed:
+            if self._ends:
+                raise UpdateError(f"version {version} does not come: the engine ends")
             if self._version:
                 raise ConfigError(f"version {self._version} is being received already")
             if self._round is not None and self._round.version != version:
@@ -204,6 +206,7 @@ class EngineMember:
         self._ends = True
         self._worker.stop()
         self._worker.close(CLOSE_S)
+        self._end_receiving("the engine ends")
         self._thread.join(CLOSE_S)
 
     # ------------------------------------------------------------ in the thread of `receive`
@@ -261,6 +264,13 @@ class EngineMember:
             pass
         except TensorleaseError as error:
             log.error("%r is in no round any more: %s", self._worker, error)
+            self._end_receiving(str(error))
+
+    def _end_receiving(self, why: str) -> None:
+        """The agent has ended: nothing more comes for who receives."""
+        with self._changed:
+            if self._version:
+                self._tasks.put(_End(why))
 
     def _is_told(self) -> bool:
         """Whether the engine waits for a round, and has left the one before."""
