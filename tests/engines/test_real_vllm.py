@@ -13,8 +13,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 
 from tensorlease.agents import TrainerAgent
 from tensorlease.agents.ring import RingOptions
+from tensorlease.engines.vllm_control import VLLMControl
 from tensorlease.protocol.records import Fate
 
 from ..broker.raw_agents import Threaded, eventually
@@ -51,6 +54,8 @@ CONFIG = {
 HIDDEN, INNER, KV = 256, 512, 128
 # Longer than a block of vLLM's cache on CPUs, of 128 tokens: its beginning is kept.
 PROMPT = list(range(5, 205))
+BACKEND = ("--weight-transfer-config", '{"backend": "tensorlease"}')
+EXTENSION = ("--worker-extension-cls=tensorlease.engines.vllm_extension.WorkerExtension",)
 
 pytestmark = [
     pytest.mark.skipif(not VLLM, reason="needs a vLLM: `make vllm` installs one and runs this"),
@@ -99,11 +104,12 @@ def checkpoint(directory: Path, seed: int) -> Path:
 
 
 class Server:
-    """`vllm serve` in a process of its own; `None`: with random weights."""
+    """`vllm serve` in a process of its own; `dummy`: with random weights, `way`: of ours."""
 
-    def __init__(self, model: Path, *, dummy: bool) -> None:
+    def __init__(self, model: Path, *, dummy: bool, way: Sequence[str]) -> None:
         self._model = model
         self._dummy = dummy
+        self._way = way
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -114,7 +120,7 @@ class Server:
         words += ["--enforce-eager", "--host=127.0.0.1", f"--port={self.port}"]
         words += ["--max-model-len=256", "--enable-prefix-caching"]
         words += ["--enable-prompt-tokens-details"]
-        words += ["--weight-transfer-config", '{"backend": "tensorlease"}']
+        words += self._way
         words += ["--load-format=dummy"] if self._dummy else []
         more = {
             "VLLM_SERVER_DEV_MODE": "1",
@@ -195,8 +201,8 @@ def serve() -> Iterator[Serve]:
     """Starts servers: `serve(model, dummy=True)`; they are waited for by `wait`."""
     with ExitStack() as stack:
 
-        def start(model: Path, *, dummy: bool) -> Server:
-            server = Server(model, dummy=dummy)
+        def start(model: Path, *, dummy: bool, way: Sequence[str] = BACKEND) -> Server:
+            server = Server(model, dummy=dummy, way=way)
             stack.callback(server.end)
             server.start()
             return server
@@ -255,6 +261,34 @@ def test_after_an_update_a_server_answers_as_one_that_was_started_with_the_weigh
     # What the cache has of the old weights is not used.
     assert updated.complete() == (reference.generate(), 0)
     assert reference.generate() != before
+
+
+def test_so_do_a_server_that_the_trainers_process_leads_and_one_without_backend(
+    broker: Threaded, url: str, tmp_path: Path, serve: Serve
+) -> None:
+    first, second = checkpoint(tmp_path / "1", 1), checkpoint(tmp_path / "2", 2)
+    reference, led = serve(second, dummy=False), serve(first, dummy=True)
+    for server in (reference, led):
+        server.wait()
+    extended = serve(first, dummy=True, way=EXTENSION)
+    extended.wait()
+    call = partial(extended.ask, "/collective_rpc")
+    call({"method": "tensorlease_init", "args": ["policy", "extended", url]})
+    with (
+        TrainerAgent("policy", endpoint=url) as trainer,
+        VLLMControl(led.url) as control,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        trainer.register(llama(2))
+        control.wait_ready(trainer, 60.0)
+        trainer.wait_ready(["extended"], timeout=60.0)
+        receiving = pool.submit(call, {"method": "tensorlease_receive", "args": ["1", "60"]})
+        trainer.publish(1, timeout=60.0, control=control).raise_for_status()
+        assert receiving.result(60.0) == {"results": ["1"]}
+    assert led.version == "1"
+    for server in (led, extended):
+        assert server.checksums() == reference.checksums()
+        assert server.generate() == reference.generate()
 
 
 def test_a_server_that_is_killed_in_an_update_is_named_and_current_once_it_has_come_again(
