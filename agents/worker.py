@@ -224,16 +224,16 @@ class WorkerAgent(WorkerSetup):
             self._connection.wait_until(
                 lambda: self.version >= version or self._stops != stops,
                 deadline,
-                lambda _: self._late(version, timeout),
+                lambda _: self._late(version, deadline, timeout),
                 quiet=True,
             )
             if self.version < version:
-                raise self._late(version, timeout)
+                raise self._late(version, deadline, timeout)
             return self.version
         with self._serve():
             while self.version < version:
                 if time.monotonic() >= deadline or self._ended():
-                    raise self._late(version, timeout)
+                    raise self._late(version, deadline, timeout)
                 self._work_until_commit(deadline)
         return self.version
 
@@ -300,10 +300,12 @@ class WorkerAgent(WorkerSetup):
         if self._intake.attached is None and self._intake.sink is None:
             raise ConfigError(f"{self!r} has no tensors yet: call attach() or on_stage() first")
 
-    def _late(self, version: int, timeout: float) -> DeadlineError:
+    def _late(self, version: int, deadline: float, timeout: float) -> DeadlineError:
+        stopped = time.monotonic() < deadline
+        when = "when it was stopped" if stopped else f"after {timeout:g} s"
         state = "torn" if self.torn else f"at version {self.version}"
         return DeadlineError(
-            f"not at version {version} after {timeout:g} s: this worker is {state}"
+            f"not at version {version} {when}: this worker is {state}"
             f"{why_late(self._core.state, self.channel)}"
         )
 

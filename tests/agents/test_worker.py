@@ -194,7 +194,9 @@ def test_who_waits_for_what_another_thread_does_is_told_to_stop_with_it(
     eventually(worker._serving.locked)
 
     def wait() -> None:
-        with pytest.raises(DeadlineError, match="at version 0"):
+        with pytest.raises(
+            DeadlineError, match="not at version 1 when it was stopped: this worker is at version 0"
+        ):
             worker.wait_for(1, 60.0)
 
     waiting = threading.Thread(target=wait)
