@@ -118,6 +118,25 @@ def test_every_test_that_is_named_exists() -> None:
     assert missing == []
 
 
+def on_a_gpu(file: str, name: str) -> bool:
+    """Whether a test, or its whole module, has a marker `gpu` or `gpu2`."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    marks = [node for node in tree.body if isinstance(node, ast.Assign)]
+    of_module = [ast.unparse(node) for node in marks if "pytestmark" in ast.unparse(node)]
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    of_test = [ast.unparse(d) for f in functions if f.name == name for d in f.decorator_list]
+    return any(re.search(r"mark\.gpu2?\b", text) for text in of_module + of_test)
+
+
+def test_the_cases_that_are_shown_on_a_gpu_are_those_that_the_document_says() -> None:
+    said = re.search(
+        r"^Tests that run on CUDA hardware .* show (.*?)\. All others", TEXT, re.MULTILINE
+    )
+    assert said is not None
+    shown = [case for case, tests in rows().items() if any(on_a_gpu(*each) for each in tests)]
+    assert re.findall(r"C\d\d", said[1]) == shown
+
+
 def test_every_case_links_a_public_report() -> None:
     lines = [line for line in TEXT.splitlines() if re.match(r"\| C\d\d: ", line)]
 

@@ -110,7 +110,7 @@ def test_registered_tensors_of_a_gpu_stay_where_they_are_and_arrive_in_another_p
             take(process, version, sent, "end" if version == 5 else "go on")
 
 
-def test_what_a_kernel_still_writes_is_waited_for_on_the_device(
+def test_what_a_kernel_still_writes_arrives_though_the_user_synchronises_nothing(
     broker: Threaded, url: str, spawn: Spawn
 ) -> None:
     sent = {"w": torch.zeros(64 * MIB // 4, device="cuda")}

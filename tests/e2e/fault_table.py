@@ -189,9 +189,8 @@ def in_a_world(make: Callable[[World], list[Row]]) -> list[Row]:
 
 def document() -> str:
     """The whole document."""
-    machine = (
-        f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}"
-    )
+    release = ".".join(platform.release().split(".")[:2])  # Not whose build it is.
+    machine = f"{os.cpu_count()} cores, Linux {release}, Python {platform.python_version()}"
     return TEXTS.read_text().format(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         command=COMMAND,

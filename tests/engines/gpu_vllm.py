@@ -6,8 +6,8 @@
 
 The server runs before: `vllm serve DIR` with VLLM_SERVER_DEV_MODE=1 and, for `ipc`,
 VLLM_ALLOW_INSECURE_SERIALIZATION=1; for `plugin` with /tmp/plugin, `src`, zmq and msgspec on its
-PYTHONPATH. DIR is a Qwen3 of any size in bfloat16. Environment: PORT (8000), MODEL (its DIR;
-default $K/qwen3-tiny), SLOT_MIB (40: no less than the largest tensor), SITE (where click is, if
+PYTHONPATH. DIR is a Qwen3 of any size in bfloat16. Environment: MODEL (the server's DIR; needed,
+unless K is set: then $K/qwen3-tiny), PORT (8000), SLOT_MIB (40: no less than the largest tensor), SITE (where click is, if
 nowhere else; goes to the end of the path), OUT, and LARGE=1: parameters are compared once for each
 way, in the end, and the example is left out, unless EXAMPLE=1 (its checkpoint is as large as the model).
 
@@ -51,7 +51,7 @@ from tensorlease.agents.results import RoundResult
 from tensorlease.engines.vllm_server import ServerError, VLLMServer
 
 URL = f"http://127.0.0.1:{os.environ.get('PORT', '8000')}"
-MODEL = Path(os.environ.get("MODEL") or f"{os.environ.get('K', '/tmp/vkit')}/qwen3-tiny")
+MODEL = Path(os.environ.get("MODEL") or f"{os.environ.get('K', '')}/qwen3-tiny")
 OUT = Path(os.environ.get("OUT", "/tmp/out"))
 SLOT_BYTES = int(os.environ.get("SLOT_MIB", "40")) * 2**20
 LARGE = os.environ.get("LARGE") == "1"
@@ -451,6 +451,10 @@ def main() -> int:
     if what == "prepare":
         prepare(Path(words[0]))
         return 0
+    if not (os.environ.get("MODEL") or os.environ.get("K")):
+        sys.exit("MODEL is not set: give MODEL=DIR, the directory that `vllm serve DIR` was given")
+    if not (MODEL / "config.json").is_file():
+        sys.exit(f"MODEL={MODEL}: there is no config.json in it; give the server's DIR")
     report = Report()
     trial = Trial(report)
     report.row("one copy of all bytes, on the GPU", trial.copies())
