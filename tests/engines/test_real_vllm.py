@@ -259,8 +259,11 @@ def test_after_an_update_a_server_answers_as_one_that_was_started_with_the_weigh
     assert updated.version == "2"
     assert updated.checksums() == reference.checksums()
     # What the cache has of the old weights is not used.
-    assert updated.complete() == (reference.generate(), 0)
-    assert reference.generate() != before
+    after, wanted = updated.complete(), reference.generate()
+    sys.stdout.write(f"version 1 {before}, {cached} of {len(PROMPT)} tokens were cached\n")
+    sys.stdout.write(f"version 2 {after[0]}, {after[1]} were\nfrom its checkpoint {wanted}\n")
+    assert after == (wanted, 0)
+    assert wanted != before
 
 
 def test_so_do_a_server_that_the_trainers_process_leads_and_one_without_backend(
@@ -326,6 +329,7 @@ def test_a_server_that_is_killed_in_an_update_is_named_and_current_once_it_has_c
         bad.wait()
         trainer.wait_ready(2, timeout=60.0)
         trainer.publish_stream(2, weights, timeout=60.0).raise_for_status()
+    sys.stdout.write(f"{r.result}\nafter its restart: {good.version}, {bad.version}\n")
     assert (good.version, bad.version) == ("2", "2")
     assert good.generate() == bad.generate()
     assert good.checksums() == bad.checksums()
