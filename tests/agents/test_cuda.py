@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tensorlease.agents import ExportError, RingOptions, RoundInfo, TrainerAgent, WorkerAgent
+from tensorlease.agents.cuda_driver import Graph
 from tensorlease.protocol.records import Fate
 
 from .. import procs
@@ -108,6 +109,53 @@ def test_registered_tensors_of_a_gpu_stay_where_they_are_and_arrive_in_another_p
                 sent[name].copy_(tensor)
             trainer.publish(version, verify=version > 3).raise_for_status()
             take(process, version, sent, "end" if version == 5 else "go on")
+
+
+def replaying(url: str, shapes: Shapes) -> None:
+    """In a child: takes three versions; says of each what it holds, and which graphs were launched."""
+    target = {
+        name: torch.zeros(size, dtype=_dtype(kind), device="cuda")
+        for name, (size, kind) in shapes.items()
+    }
+    launched: list[Graph] = []
+    launch = Graph.launch
+
+    def noted(self: Graph, stream: int) -> None:
+        launched.append(self)
+        launch(self, stream)
+
+    Graph.launch = noted  # type: ignore[method-assign]
+    with WorkerAgent("policy", endpoint=url, replica="a") as worker:
+        worker.attach(target)
+        procs.say("attached")
+        every: list[Graph] = []
+        for version in (1, 2, 3):
+            assert worker.step(timeout=procs.DEADLINE_S) == version
+            every += (each for each in launched if each not in every)
+            procs.say((version, digests(target), [every.index(each) for each in launched]))
+            launched.clear()
+            procs.hear()
+
+
+def test_registered_tensors_are_copied_by_one_graph_that_is_launched_again_in_each_round(
+    broker: Threaded, url: str, spawn: Spawn
+) -> None:
+    sent = {f"w{n}": torch.zeros(MIB + n, device="cuda") for n in range(5)}
+    process = spawn(replaying, url, shapes_of(sent))
+    assert process.hear() == "attached"
+    graphs: list[list[int]] = []
+    with TrainerAgent("policy", endpoint=url) as trainer:
+        trainer.register(sent)
+        trainer.wait_ready(1, 30.0)
+        for version in (1, 2, 3):
+            for n, tensor in enumerate(sent.values()):
+                tensor.fill_(10 * version + n)
+            trainer.publish(version).raise_for_status()
+            got, held, launched = process.hear()
+            assert (got, held) == (version, digests(sent))
+            graphs.append(launched)
+            process.say("go on")
+    assert graphs[1] and graphs[1] == graphs[2], graphs
 
 
 def test_what_a_kernel_still_writes_arrives_though_the_user_synchronises_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from threading import Lock
 from typing import Any
@@ -12,10 +13,12 @@ from tensorlease.agents import cuda_driver
 from tensorlease.agents.copying import Run
 from tensorlease.agents.cuda_driver import CudaError, Extent
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from tensorlease.agents import device_copies
 from tensorlease.agents.device_copies import LANES, DeviceRuns, _joined, _Lanes, _shared_out
+
+from .fake_cuda import CODES, FakeDriver, take_place
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 100])
@@ -119,3 +122,113 @@ def test_copies_that_were_prepared_are_a_graph_from_the_first_time(
         done.append("next")
     first = ["capture", "launch", "launch", "launch", "next"]
     assert done == [*first, "copy", "capture", "launch", "launch", "next"]
+
+
+class CopyingDriver(FakeDriver):
+    """Copies in the host's memory; what is captured it does at each launch.
+
+    Attributes:
+        refuses: The function of a capture that fails; empty: none.
+        copied: How many copies were made, by a launch or one by one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses = ""
+        self.copied = 0
+        self._capturing = False
+        self._graph: list[tuple[int, int, int]] = []
+
+    def _answer(self, name: str) -> int:
+        return CODES["CUDA_ERROR_INVALID_VALUE"] if name == self.refuses else 0
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+        self.copied += 1
+
+    def _cuMemcpyDtoDAsync_v2(self, target: int, source: int, nbytes: int, _: int) -> int:
+        if not self._capturing:
+            self._copy(target, source, nbytes)
+            return 0
+        self._graph.append((target, source, nbytes))
+        return self._answer("cuMemcpyDtoDAsync_v2")
+
+    def _cuStreamBeginCapture_v2(self, stream: Any, mode: Any) -> int:
+        code = self._answer("cuStreamBeginCapture_v2")
+        self._capturing = not code
+        return code
+
+    def _cuStreamEndCapture(self, stream: Any, graph: Any) -> int:
+        self._capturing = False
+        return self._answer("cuStreamEndCapture")
+
+    def _cuGraphInstantiateWithFlags(self, made: Any, graph: Any, flags: Any) -> int:
+        made.value = 7
+        return self._answer("cuGraphInstantiateWithFlags")
+
+    def _cuGraphLaunch(self, graph: Any, stream: Any) -> None:
+        for run in self._graph:
+            self._copy(*run)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> CopyingDriver:
+    fake = CopyingDriver()
+    take_place(fake, monkeypatch)
+    streams: list[Any] = [Stream(number) for number in range(LANES)]
+    monkeypatch.setattr(device_copies, "_lanes", lambda ordinal: _Lanes(Lock(), streams))
+    monkeypatch.setattr(cuda_driver, "_copy_function", lambda: fake.cuMemcpyDtoDAsync_v2)
+    return fake
+
+
+def rounds_of(driver: CopyingDriver, count: int) -> list[list[str]]:
+    """Copies three tensors in so many rounds; returns which functions of graphs each has called."""
+    sent = [torch.zeros(100 + place, dtype=torch.uint8) for place in range(3)]
+    held = [torch.zeros_like(tensor) for tensor in sent]
+    driver.allocations = {tensor.data_ptr(): tensor.nbytes for tensor in (*sent, *held)}
+    ends = zip(held, sent, strict=True)
+    runs = DeviceRuns(0, [Run(t.data_ptr(), s.data_ptr(), s.nbytes) for t, s in ends])
+    called: list[list[str]] = []
+    for number in range(1, count + 1):
+        for place, tensor in enumerate(sent):
+            tensor.fill_(10 * number + place)
+        driver.calls.clear()
+        driver.copied = 0
+        runs.issue()
+        assert driver.copied == 3
+        assert all(map(torch.equal, held, sent))
+        called.append([name for name in driver.calls if "Capture" in name or "Graph" in name])
+    return called
+
+
+def test_what_is_captured_at_the_second_time_is_one_call_from_then_on(
+    driver: CopyingDriver,
+) -> None:
+    capture = ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags"]
+    launch = ["cuGraphLaunch"]
+    first, second, *later = rounds_of(driver, 4)
+    assert first == []
+    assert second == [*capture, "cuGraphDestroy", *launch]
+    assert later == [launch, launch]
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [
+        "memory",
+        "cuStreamBeginCapture_v2",
+        "cuMemcpyDtoDAsync_v2",
+        "cuStreamEndCapture",
+        "cuGraphInstantiateWithFlags",
+    ],
+)
+def test_what_cannot_be_captured_is_tried_once_and_copied_one_by_one_each_time(
+    driver: CopyingDriver, refuses: str
+) -> None:
+    driver.refuses = refuses
+    driver.virtual = refuses == "memory"  # Nobody would see that it is exchanged.
+    first, second, *later = rounds_of(driver, 5)
+    assert first == []
+    assert second.count("cuStreamBeginCapture_v2") == (refuses != "memory")
+    assert "cuGraphLaunch" not in second
+    assert later == [[], [], []]

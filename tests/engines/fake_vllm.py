@@ -189,6 +189,8 @@ class FakeVLLM:
         except Exception as error:  # noqa: BLE001
             text = f"Worker failed with error '{error}', please check the stack trace"
             status, answer = 500, {"error": {"message": text, "type": "InternalServerError"}}
+        if status == 500:
+            request.close_connection = True  # As uvicorn does, without a word of it.
         _wait_at(self._late, parts.path)
         self.answered.append(parts.path)
         content = b"" if answer is None else json.dumps(answer).encode()

@@ -62,17 +62,17 @@ class Fleet:
         """Returns what the broker last said of its replica."""
         return self.trainer.replicas.get(self.name_of(server))
 
-    def publish(self, version: int, replicas: int = 1) -> RoundResult:
-        """Publishes a version once so many servers are ready."""
+    def publish(self, version: int, replicas: int = 1, value: int | None = None) -> RoundResult:
+        """Publishes a version, whose values are the version or `value`, to so many servers."""
         if self.way == "control":
             self.control.wait_ready(self.trainer, 20.0)
-        return self._source.publish(version, replicas)
+        return self._source.publish(version, replicas, value=value)
 
-    def has(self, server: FakeVLLM, version: int) -> bool:
+    def has(self, server: FakeVLLM, version: int, value: int | None = None) -> bool:
         """Whether it has the version's bytes and label, and answers requests."""
         if isinstance(server, FakeStockVLLM):
-            return stock_at(server, version)
-        return at(server, version)
+            return stock_at(server, version, value)
+        return at(server, version, value)
 
     @property
     def control(self) -> VLLMControl:

@@ -14,28 +14,30 @@ from .fake_vllm import FakeVLLM
 
 
 class Source:
-    """A trainer of one tensor, `w`, each of whose values is the version."""
+    """A trainer of one tensor, `w`, each of whose values is the version unless another is given."""
 
     def __init__(self, url: str) -> None:
         self.trainer = TrainerAgent("policy", endpoint=url)
         self._weights = torch.zeros(3)
         self.trainer.register({"w": self._weights})
 
-    def write(self, version: int) -> None:
-        """Sets the tensor to the version."""
-        self._weights.fill_(float(version))
+    def write(self, value: int) -> None:
+        """Sets the tensor to the value."""
+        self._weights.fill_(float(value))
 
-    def publish(self, version: int, replicas: int = 1, least: int = 1) -> RoundResult:
+    def publish(
+        self, version: int, replicas: int = 1, least: int = 1, value: int | None = None
+    ) -> RoundResult:
         """Publishes a version once so many replicas are ready, to `least` of them or none."""
         self.trainer.wait_ready(replicas, timeout=20.0)
         assert self.trainer.may_write()
-        self.write(version)
+        self.write(version if value is None else value)
         return self.trainer.publish(version, timeout=30.0, min_replicas=least)
 
 
-def at(server: FakeVLLM, version: int) -> bool:
-    """Whether all of its workers have the version, and it works."""
-    wanted = [float(version)] * 3
+def at(server: FakeVLLM, version: int, value: int | None = None) -> bool:
+    """Whether all of its workers have the version, of this value, and it works."""
+    wanted = [float(version if value is None else value)] * 3
     values = [each["w"].tolist() for each in server.weights if each]
     settled = server.label == str(version) and not server.paused and not server.active
     return settled and values == [wanted] * server.world_size
@@ -59,7 +61,7 @@ WEIGHTS = {
 
 
 class StockSource:
-    """A trainer for stock servers, each of whose values is the version."""
+    """A trainer for stock servers, each of whose values is the version unless another is given."""
 
     def __init__(self, url: str, *, ring: bool = False, slots: int = 2) -> None:
         options = RingOptions(slots, 8192) if ring else None
@@ -87,28 +89,30 @@ class StockSource:
         if not ring:
             trainer.register(self.weights)
 
-    def publish(self, version: int, replicas: int = 1) -> RoundResult:
+    def publish(self, version: int, replicas: int = 1, value: int | None = None) -> RoundResult:
         """Publishes a version once so many replicas are ready."""
+        number = float(version if value is None else value)
         self.trainer.wait_ready(replicas, timeout=20.0)
         if self._ring:
-            full = {name: torch.full_like(t, float(version)) for name, t in self.weights.items()}
+            full = {name: torch.full_like(t, number) for name, t in self.weights.items()}
             return self.trainer.publish_stream(version, full.items(), timeout=30.0)
         assert self.trainer.may_write()
         for tensor in self.weights.values():
-            tensor.fill_(float(version))
+            tensor.fill_(number)
         return self.trainer.publish(version, timeout=30.0)
 
 
-def stock_at(server: FakeStockVLLM, version: int) -> bool:
-    """Whether all of its workers have exactly the version, and it works."""
+def stock_at(server: FakeStockVLLM, version: int, value: int | None = None) -> bool:
+    """Whether all of its workers have exactly the version, of this value, and it works."""
+    number = version if value is None else value
     settled = server.label == str(version) and not server.paused and not server.active
-    return settled and not server.unwaited and all(has(w, version) for w in server.weights)
+    return settled and not server.unwaited and all(has(w, number) for w in server.weights)
 
 
-def has(weights: dict[str, torch.Tensor], version: int) -> bool:
+def has(weights: dict[str, torch.Tensor], value: int) -> bool:
     if weights.keys() != WEIGHTS.keys():
         return False
     return all(
-        torch.equal(weights[name], torch.full_like(tensor, float(version)))
+        torch.equal(weights[name], torch.full_like(tensor, float(value)))
         for name, tensor in WEIGHTS.items()
     )

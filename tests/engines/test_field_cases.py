@@ -220,10 +220,9 @@ def test_the_prefix_cache_is_reset_between_the_weights_and_the_first_request_in_
 
 def test_values_that_come_again_are_what_each_server_has(fleet: Fleet) -> None:
     server = fleet.start("a")
-    for version in (1, 2, 3, 4):
-        # 1, 2, and 1 again under another number.
-        assert fleet.publish(version).ok
-        assert fleet.has(server, version)
+    for version, value in ((1, 1), (2, 2), (3, 1), (4, 1)):
+        assert fleet.publish(version, value=value).ok
+        assert fleet.has(server, version, value)
 
 
 def test_the_version_is_the_same_on_all_sides_in_each_way_also_after_a_repair(

@@ -152,6 +152,7 @@ def test_a_server_may_come_after_the_bridge_and_come_again(source: Source, led: 
         ("/update_weights", Fate.LOST, True),
         ("/finish_weight_update", Fate.TORN, True),
         ("/reset_prefix_cache", Fate.TORN, True),
+        ("/resume", Fate.TORN, True),
     ],
 )
 def test_of_two_servers_one_that_fails_is_named_the_other_goes_on_and_the_next_round_repairs_it(
@@ -170,6 +171,28 @@ def test_of_two_servers_one_that_fails_is_named_the_other_goes_on_and_the_next_r
         assert "engine core died" in result.receivers["bad/0"].reason
     eventually(lambda: bad.paused is held)
     assert source.publish(3, 2).ok
+    assert at(good, 3)
+    assert at(bad, 3)
+
+
+def test_of_two_servers_one_that_cannot_begin_as_it_comes_again_is_named_and_the_other_goes_on(
+    source: Source, led: Led
+) -> None:
+    good, bad = led("good"), led("bad")
+    assert source.publish(1, 2).ok
+    path = "/init_weight_transfer_engine"
+    bad.die()
+    eventually(lambda: "bad" not in source.trainer.replicas)
+    bad.always[path] = 500, "engine core died"
+    bad.start()
+    eventually(lambda: bad.leader.away == f"{bad.url}{path} answered 500: engine core died")
+    result = source.publish(2)
+    assert result.ok
+    assert set(result.replicas) == {"good"}
+    assert at(good, 2)
+    bad.always.clear()
+    assert source.publish(3, 2).ok
+    assert bad.leader.away == ""
     assert at(good, 3)
     assert at(bad, 3)
 

@@ -128,6 +128,7 @@ def test_a_ring_of_one_slot_is_looked_at_anew_in_each_call(
         ("/finish_weight_update", {Fate.EXPELLED, Fate.TORN}, True),
         ("/update_weight_version", {Fate.TORN}, True),
         ("/reset_prefix_cache", {Fate.TORN}, True),
+        ("/resume", {Fate.TORN}, True),
     ],
 )
 def test_of_two_servers_one_that_fails_is_named_the_other_goes_on_and_the_next_round_repairs_it(
@@ -145,7 +146,7 @@ def test_of_two_servers_one_that_fails_is_named_the_other_goes_on_and_the_next_r
     assert f"{bad.url}{path}" in result.receivers["bad/0"].reason
     assert "engine core died" in result.receivers["bad/0"].reason
     eventually(lambda: bad.paused is held)
-    assert bad.label == ("2" if path == "/reset_prefix_cache" else "1")
+    assert bad.label == ("2" if path in ("/reset_prefix_cache", "/resume") else "1")
     assert source.publish(3, 2).ok
     assert stock_at(good, 3)
     assert stock_at(bad, 3)

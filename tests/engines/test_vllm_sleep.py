@@ -131,6 +131,18 @@ def test_a_server_that_does_not_answer_may_be_in_either_state() -> None:
         server.die()
 
 
+def test_a_server_that_is_paused_already_is_left_so_whatever_it_answers() -> None:
+    server = FakeVLLM()
+    server.start()
+    try:
+        hold = Hold(VLLMServer(server.url), "keep", False, lambda: 5.0)
+        hold.begin()
+    finally:
+        server.die()
+    with pytest.raises(ServerError, match=r"; the server is left paused$"):
+        hold.begin()
+
+
 def test_a_server_that_says_that_it_sleeps_on_is_not_taken_for_one_that_goes_on() -> None:
     server = FakeVLLM()
     server.start()

@@ -85,7 +85,7 @@ class Hold:
             answer = self._server.post(path, None, self._limit_s(), **query)
         except ServerError as error:
             left = self.state.value
-            if not error.refused:
+            if not error.refused and then is not self.state:
                 left += f", or {then.value}"
             raise ServerError(
                 f"{error}; the server is left {left}", refused=error.refused
