@@ -24,6 +24,7 @@ from tensorlease.agents import agent as agent_module
 from tensorlease.agents.copying import Run, copy_runs
 from tensorlease.agents.hooks import RoundInfo
 from tensorlease.agents.mappings import process_mappings
+from tensorlease.agents.relay import RelayWorker
 from tensorlease.agents.shm import ShmSegment, sweep
 from tensorlease.agents.work import CopyWork, UnmapWork, Work
 from tensorlease.protocol.errors import ClosedError, NoBrokerError
@@ -419,6 +420,16 @@ def test_a_worker_that_nobody_closed_is_named_and_gives_its_mappings_back(
     said = [str(w.message) for w in caught if w.category is ResourceWarning]
     assert said == [f"{name} was never closed: call close(), or use it in a `with` statement"]
     eventually(lambda: not process_mappings().held())
+    eventually(lambda: trainer.replicas == {})
+
+
+def test_a_relay_that_nobody_closed_leaves(trainer: TrainerAgent, url: str) -> None:
+    relay = RelayWorker("policy", lambda buffers: None, replica="b", endpoint=url)
+    relay.join()
+    eventually(lambda: "b" in trainer.replicas)
+    del relay
+    with pytest.warns(ResourceWarning, match="was never closed"):
+        gc.collect()
     eventually(lambda: trainer.replicas == {})
 
 
