@@ -388,9 +388,9 @@ class Connection:
 
     def _on_turned_away(self, error: RefusedError, retry: bool) -> None:
         self._set_problem(error)
-        if retry:
-            self._wants_session = True
-        else:
+        self._wants_session = retry
+        self._left = self.welcome is None and self._core.session.leaving  # It has never been in.
+        if not retry:
             log.error("%s: refused: %s", self._name, error)
             self._break(error)
 

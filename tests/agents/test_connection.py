@@ -13,16 +13,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tensorlease.agents import TrainerAgent, WorkerAgent
+from tensorlease.agents.connection import Stage
 from tensorlease.protocol.errors import (
     ClosedError,
     ConfigError,
     DeadlineError,
     NoBrokerError,
     RefusedError,
+    TensorleaseError,
 )
 
 from .. import procs
@@ -137,6 +140,29 @@ def test_a_taken_place_is_waited_for_and_then_named(broker: Threaded, url: str) 
         ):
             second.attach({"w": torch.zeros(1)})
         assert refused.value.code == "place-taken"
+
+
+def test_who_leaves_while_it_asks_for_a_taken_place_has_nobody_to_say_goodbye_to(
+    broker: Threaded, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with WorkerAgent(endpoint=url, replica="a") as first:
+        first.attach({"w": torch.zeros(1)})
+        second = WorkerAgent(endpoint=url, replica="a", connect_timeout=0.5)
+        connection = second._connection
+        read = connection._read
+
+        def late(ready: Any) -> None:
+            if connection.stage is not Stage.GREETING or connection._core.session.leaving:
+                read(ready)
+
+        monkeypatch.setattr(connection, "_read", late)
+        with pytest.raises(TensorleaseError):
+            second.attach({"w": torch.zeros(1)})
+        assert connection.stage is Stage.GREETING
+        began = time.monotonic()
+        second.close()
+        assert time.monotonic() - began < 5.0
+        assert connection.stage is Stage.ENDED
 
 
 def test_a_taken_place_is_given_to_who_waits_when_its_holder_leaves(
