@@ -360,6 +360,21 @@ def test_a_round_of_another_version_than_the_engine_was_told_is_without_it(
     assert engine.loaded["w"].tolist() == [1.0] * 3
 
 
+def test_who_waits_for_a_round_that_is_over_does_not_keep_the_engine_out_of_the_next(
+    trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
+) -> None:
+    waiting = pool.submit(engine.member.receive, 1, 20.0)
+    eventually(lambda: engine.member._version)
+    result = pool.submit(publishing(trainer, 2))
+    with pytest.raises(
+        UpdateError, match="version 1 did not come: the round of version 2 has begun"
+    ):
+        waiting.result(10.0)
+    engine.member.begin(copied=False)
+    engine.member.receive(2, 20.0)
+    assert result.result(20.0).ok
+
+
 def test_what_the_engine_raises_is_the_reason_on_both_sides_and_the_next_round_works(
     trainer: TrainerAgent, engine: Engine, pool: ThreadPoolExecutor
 ) -> None:

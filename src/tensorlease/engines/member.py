@@ -276,10 +276,18 @@ class EngineMember:
         """Whether the engine waits for a round, and has left the one before."""
         return not self._over and bool(self._version or self._open)
 
+    def _is_late(self, info: RoundInfo) -> bool:
+        """Whether the engine waits for a round before this one, which then ended before its hook."""
+        late = 0 < self._version < info.version
+        if late:
+            self._over = True
+            self._tasks.put(_End(f"the round of version {info.version} has begun"))
+        return late
+
     def _prepare(self, info: RoundInfo) -> None:
         began = time.monotonic()
         with self._changed:
-            while not self._changed.wait_for(self._is_told, LOOK_S):
+            while not self._changed.wait_for(self._is_told, LOOK_S) or self._is_late(info):
                 if self._ends:
                     raise UpdateError(f"the engine ends, not told to take version {info.version}")
                 if not self._worker.goes_on:
